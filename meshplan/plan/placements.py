@@ -1,0 +1,69 @@
+"""Placements: what a tensor is on one axis of the mesh, and their one short notation `S(0)`, `R`, `P`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from meshplan.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Sharded along tensor dim `dim`. `parts` are sizes along that dim that are each split on their own
+    (a fused `q|k|v` or `gate|up` parameter); None means one part."""
+
+    dim: int
+    parts: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.parts is None else f"S({self.dim}, parts={list(self.parts)})"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """The same full value on every rank of the axis."""
+
+    def __str__(self) -> str:
+        return "R"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Each rank holds a summand: the true value is the sum over the axis."""
+
+    def __str__(self) -> str:
+        return "P"
+
+    __repr__ = __str__
+
+
+Placement = Shard | Replicate | Partial
+R = Replicate()
+P = Partial()
+
+
+def S(dim: int, parts: tuple[int, ...] | list[int] | None = None) -> Shard:
+    """Sharded along `dim`; with `parts`, each of the fused parts is split on its own."""
+    return Shard(dim, tuple(parts) if parts is not None else None)
+
+
+_SHARD = re.compile(r"S\(\s*(-?\d+)\s*(?:,\s*parts\s*=\s*\[([\d,\s]+)\]\s*)?\)")
+
+
+def parse_placement(text: str) -> Placement:
+    """`S(0)`, `S(0, parts=[8, 8, 8])`, `R` or `P` as a placement. Raises PlanError for anything else."""
+    text = text.strip()
+    if text == "R":
+        return R
+    if text == "P":
+        return P
+    match = _SHARD.fullmatch(text)
+    if match:
+        parts = [int(n) for n in match[2].split(",") if n.strip()] if match[2] else None
+        return S(int(match[1]), parts)
+    raise PlanError(f"{text!r} is not a placement", code="bad-placement", legal="S(<dim>), R or P")

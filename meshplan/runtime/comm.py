@@ -1,0 +1,117 @@
+"""Collectives over one axis of the mesh, on plain local tensors: real on a process group, shape-only while compiling.
+
+Every collective the lowered program makes goes through an `AxisGroup`. With `name=None` the group is *abstract*:
+nothing is sent, results have the right shape and dtype, and the call is reported to `on_call`. The compiler runs the
+very same boundaries and operators over abstract groups, which is why the comm graph cannot differ from the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+OnCall = Callable[[str, "AxisGroup", Tensor], None]
+
+
+def chunk_sizes(size: int, n: int) -> list[int]:
+    """Sizes of the `n` shards of a dim of `size`, as `torch.chunk` and DTensor cut it: ceil(size/n) rows first,
+    then a shorter one, then empty ones. `chunk_sizes(7, 4)` is `[2, 2, 2, 1]`."""
+    step = -(-size // n)
+    return [max(0, min(step, size - i * step)) for i in range(n)]
+
+
+def chunk_offset(size: int, n: int, index: int) -> int:
+    """First index of shard `index` of a dim of `size` cut in `n` (clamped to `size` for empty shards)."""
+    return min(size, -(-size // n) * index)
+
+
+@dataclass(frozen=True)
+class AxisGroup:
+    """The ranks that differ only in their coordinate on `axis`, as one of them sees it.
+
+    Attributes:
+        axis: mesh axis name (`tp`), or names joined by `+` for a flattened group (`dp_shard+cp`).
+        size: number of ranks in the group.
+        rank: this rank's coordinate in the group, 0-based.
+        name: the process group's registered name, or None for an abstract group.
+        on_call: told of each collective as (op, group, full tensor) when abstract; full is the gathered or unreduced side.
+    """
+
+    axis: str
+    size: int
+    rank: int
+    name: str | None = None
+    on_call: OnCall | None = field(default=None, compare=False)
+
+    def all_gather(self, x: Tensor, dim: int, size: int | None = None) -> Tensor:
+        """Concatenate the ranks' shards along `dim`. `size` is the true length of the result when shards are uneven
+        (cut as `chunk_sizes`); None means that all shards equal this one."""
+        n, local = self.size, x.shape[dim]
+        if n == 1:
+            return x
+        step = local if size is None else -(-size // n)
+        if self.name is None:
+            shape = list(x.shape)
+            shape[dim] = step * n
+            full = x.new_empty(shape)
+            self._tell("all_gather", full)
+        else:
+            if local != step:
+                x = _pad(x, dim, step)
+            full = _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), n, self.name))
+            if dim != 0:
+                # Ranks arrive stacked on dim 0: split the stack off and move it beside `dim`.
+                full = full.view(n, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
+        if size is not None and step * n != size:
+            # ceil-sized shards first means the padding is all at the end, in one piece.
+            full = full.narrow(dim, 0, size)
+        return full
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """Sum over the ranks and keep this rank's shard of `dim` (uneven lengths are padded on the wire)."""
+        n, size = self.size, x.shape[dim]
+        if n == 1:
+            return x
+        step = -(-size // n)
+        if step * n != size:
+            x = _pad(x, dim, step * n)
+        if self.name is None:
+            self._tell("reduce_scatter", x)
+            out = x.narrow(dim, 0, step).clone()
+        else:
+            if dim != 0:
+                x = x.unflatten(dim, (n, step)).movedim(dim, 0).flatten(0, 1)
+            out = _wait(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", n, self.name))
+        mine = chunk_sizes(size, n)[self.rank]
+        return out if mine == step else out.narrow(dim, 0, mine)
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        """The elementwise `op` ("sum", "max", "min") over the ranks, as a new tensor."""
+        if self.size == 1:
+            return x
+        if self.name is None:
+            self._tell("all_reduce", x)
+            return x.clone()
+        return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), op, self.name))
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's shard of a replicated `x` along `dim`: a view, no communication."""
+        size = x.shape[dim]
+        return x.narrow(dim, chunk_offset(size, self.size, self.rank), chunk_sizes(size, self.size)[self.rank])
+
+    def _tell(self, op: str, full: Tensor) -> None:
+        if self.on_call is not None:
+            self.on_call(op, self, full)
+
+
+def _wait(x: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(x)
+
+
+def _pad(x: Tensor, dim: int, size: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = size - x.shape[dim]
+    return torch.cat([x, x.new_zeros(shape)], dim)
