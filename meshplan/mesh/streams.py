@@ -110,7 +110,7 @@ def global_index(
         offsets: where the block begins, per dim.
         shape_local: shape of the block; empty blocks are legal.
 
-    Returns: int64 tensor of `shape_local`. Raises PlanError `block-outside` for a block that does not lie in the tensor.
+    Returns: int64 tensor of `shape_local`. Raises PlanError `block-outside` for a block not inside the tensor.
     """
     _check_block(shape_global, offsets, shape_local)
     index = torch.zeros((), dtype=torch.int64, device=device)
@@ -209,7 +209,7 @@ def _pick_words(key: Key, index: Tensor) -> Tensor:
 
 def _check_block(shape_global: Sequence[int], offsets: Sequence[int], shape_local: Sequence[int]) -> None:
     fits = len(shape_global) == len(offsets) == len(shape_local) and all(
-        0 <= offset and 0 <= local and offset + local <= size
+        min(offset, local) >= 0 and offset + local <= size
         for size, offset, local in zip(shape_global, offsets, shape_local, strict=True)
     )
     if not fits:

@@ -67,7 +67,7 @@ def test_uniform_reads_the_documented_words():
 def test_uniform_is_uniform(dtype):
     n = 40_000
     x = uniform(KEY, torch.arange(n), dtype).double()
-    assert 0 <= x.min() and x.max() < 1
+    assert x.min() >= 0 and x.max() < 1
     # Five standard errors; the stream is fixed, so this cannot flake.
     assert abs(x.mean() - 0.5) < 5 * math.sqrt(1 / 12 / n)
     assert abs(x.var() - 1 / 12) < 5 * math.sqrt(1 / 180 / n)
