@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Self
+from typing import Any
 
 import torch.distributed as dist
 
@@ -89,7 +89,7 @@ class RankPool:
             _pools.remove(self)
         atexit.unregister(self.close)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> RankPool:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -102,7 +102,7 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.n):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, theirs, self._store.port, self.backend), daemon=True)
+            process: BaseProcess = context.Process(target=serve, args=(rank, theirs, self._store.port, self.backend), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
