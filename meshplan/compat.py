@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from typing import Any
 
 import torch
+from torch.distributed import Store
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["TorchDispatchMode"]  # re-exported: the base of our modes
@@ -46,7 +46,7 @@ def clear_mesh_caches() -> None:
             clear()
 
 
-def default_store() -> torch.distributed.Store:
+def default_store() -> Store:
     """The key-value store behind the default process group (private in torch 2.11 to 2.13); raises ValueError without
     a process group."""
     from torch.distributed import distributed_c10d
@@ -109,3 +109,142 @@ def storage_key(tensor: object) -> int:
     """A number that two tensors share exactly while they are views of one storage. Unlike `data_ptr()` it also tells
     meta tensors apart. Valid as long as the storage lives (`UntypedStorage._cdata`, torch 2.11 to 2.13)."""
     return tensor.untyped_storage()._cdata  # type: ignore[attr-defined]
+
+
+def assert_on_device(condition: torch.Tensor) -> None:
+    """Queue an assertion on the condition's device, without a wait: as torch's own index checks on CUDA do. Replaces
+    `torch._assert_async` (torch 2.11 to 2.13)."""
+    torch._assert_async(condition)
+
+
+def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The `order`-norm of each tensor, accumulated and returned in `dtype`, in a few kernels; tensors share device and
+    dtype. Replaces `torch._foreach_norm` (its `dtype` argument: torch 2.11 to 2.13)."""
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each tensor by the 0-dim `factor`, in place, in a few kernels. Replaces `torch._foreach_mul_`."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def root_mesh(mesh: torch.distributed.device_mesh.DeviceMesh) -> torch.distributed.device_mesh.DeviceMesh:
+    """The mesh that `mesh` was sliced, flattened or unflattened from, or itself (private in torch 2.11 to 2.13)."""
+    return mesh._get_root_mesh()
+
+
+def flatten_mesh(mesh: torch.distributed.device_mesh.DeviceMesh, name: str) -> torch.distributed.device_mesh.DeviceMesh:
+    """A 1-D mesh over all ranks of `mesh`, called `name`, of the same root (`DeviceMesh._flatten`, torch 2.11 to 2.13).
+
+    Makes process groups the first time, so all ranks call it; a second call with equal arguments returns the first."""
+    return mesh._flatten(name)
+
+
+def concatenate_meshes(
+    meshes: list[torch.distributed.device_mesh.DeviceMesh],
+) -> torch.distributed.device_mesh.DeviceMesh:
+    """One mesh with the dims of `meshes` in turn, which have one root; makes no process group
+    (`DeviceMesh._concatenate`, torch 2.11 to 2.13)."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh._concatenate(meshes)
+
+
+def fsdp_group(module: Any) -> Any:
+    """FSDP2's parameter group of `module` (its `FSDPParamGroup`), or None: not a unit, or a unit without parameters.
+    One name in torch 2.11, a property over a list in 2.13."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+
+
+def fsdp_forward_mark(root: Any) -> int:
+    """How many unit forwards FSDP2 remembers, waiting for their backward."""
+    return len(root._get_fsdp_state()._comm_ctx.post_forward_order)
+
+
+def fsdp_forget_forwards(root: Any, groups: list[Any], mark: int) -> None:
+    """Forget unit forwards remembered since `fsdp_forward_mark` gave `mark`. FSDP2 also remembers forwards that have no
+    backward, and then prefetches for them in the next one."""
+    del root._get_fsdp_state()._comm_ctx.post_forward_order[mark:]
+    for group in groups:
+        group._post_forward_indices = [i for i in group._post_forward_indices if i < mark]
+
+
+def on_backward_end(callback: Any) -> None:
+    """Run `callback()` when the backward that is running now is over; later callbacks run after earlier ones. Called
+    inside a hook or node of the autograd engine."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def fsdp_gradients(group: Any) -> list[Any]:
+    """The `FSDPParam`s of `group` that hold a whole gradient now: this backward's, or one kept from earlier ones."""
+    return [
+        p
+        for p in group.fsdp_params
+        if hasattr(p, "_unsharded_param")
+        and (p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None)
+    ]
+
+
+def fsdp_upcast_gradients(group: Any) -> None:
+    """Give all gradients that `group` is about to reduce the reduce dtype, if gradients kept from earlier microbatches
+    have it: FSDP2 keeps those in the reduce dtype and asserts that all agree (pytorch#196996)."""
+    having = fsdp_gradients(group)
+    if any(p.unsharded_accumulated_grad is not None for p in having):
+        for p in having:
+            if p.unsharded_accumulated_grad is None:
+                p.to_accumulated_grad_if_needed()
+
+
+def fsdp_align_partial(group: Any, packed: list[Any], now: list[Any]) -> list[Any]:
+    """Make gradients that come `now` and the sum over earlier microbatches, in which `packed` lie, cover the same
+    parameters: a missing gradient becomes zeros, a missing part of the sum too. Returns what both cover then.
+
+    On a hybrid mesh FSDP2 adds flat buffers across microbatches without looking at what lies in them
+    (`FSDPParamGroup._partial_reduce_output`)."""
+    union = [p for p in group.fsdp_params if p in packed or p in now]
+    for p in union:
+        if p not in now:
+            p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+    if len(union) > len(packed):
+        group._wait_for_post_backward()
+        parts = list(group._partial_reduce_output.split([p.padded_sharded_param_size.numel() for p in packed]))
+        zeros = group._partial_reduce_output.new_zeros
+        group._partial_reduce_output = torch.cat(
+            [parts.pop(0) if p in packed else zeros(p.padded_sharded_param_size.numel()) for p in union]
+        )
+    return union
+
+
+def fsdp_flush_partial(group: Any) -> None:
+    """Reduce once more, after FSDP2 has ended its backward: for a unit whose sum waits while nothing more came."""
+    state = group._training_state
+    group.post_backward()
+    group._training_state = state
+    group.finalize_backward()
+
+
+def fsdp_abandon(root: Any, groups: list[Any]) -> None:
+    """After an exception: wait for what is in flight, free gathered parameters and forget unreduced gradients.
+    `FSDPModule.reset_iter_state` does most of it from 2.13 on, but leaves gradients of unreduced microbatches."""
+    state = root._get_fsdp_state()
+    if state._is_root and hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    elif state._is_root:
+        context = state._state_ctx
+        idle = type(state._training_state).IDLE
+        context.iter_forward_root, context.post_backward_final_callback_queued = None, False
+        state._comm_ctx.post_forward_order.clear()
+        for each in context.all_states:
+            each._training_state = idle
+        for group in groups:
+            group._training_state = idle
+            group.finalize_backward()
+            group._partial_reduce_output = None
+            group._to_sharded()
+    for group in groups:
+        for p in group.fsdp_params:
+            p.unsharded_accumulated_grad = None
+            if hasattr(p, "_unsharded_param"):
+                p._unsharded_param.grad = None
