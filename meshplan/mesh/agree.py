@@ -7,13 +7,14 @@ publishes one verdict, which every rank reads: a constant number of store operat
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import Store
 
 from meshplan.errors import PlanError
+from meshplan.mesh.ranktext import ranks_text
 
 _BATCH = 1024
 _GRACE_S = 10.0
@@ -71,19 +72,6 @@ def agree(
         failure = _await_verdict(store, base, tag, timeout_s)
     if failure is not None:
         raise PlanError(failure["message"], code=failure["code"], legal=failure["legal"])
-
-
-def ranks_text(ranks: Iterable[int], limit: int = 8) -> str:
-    """Ranks as runs, `0-2, 5, 7-9`, with at most `limit` runs written out."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs[:limit]]
-    left = sum(last - first + 1 for first, last in runs[limit:])
-    return ", ".join(shown) + (f" and {left} more" if left else "")
 
 
 def _collect(store: Store, base: str, world_size: int, timeout_s: float) -> dict[str, str] | None:

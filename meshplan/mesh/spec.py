@@ -164,7 +164,7 @@ class MeshSpec:
         return MeshSpec(axes, self.parents + tuple((name, axis) for name in parts))
 
     def __str__(self) -> str:
-        return " x ".join(f"{name} {degree}" for name, degree in self.axes) or "1 rank"
+        return " x ".join(f"{name} {degree}" for name, degree in self.axes) or "no axes"
 
     def _strided(self) -> list[tuple[str, int, int]]:
         out, stride = [], 1

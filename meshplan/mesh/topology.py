@@ -139,8 +139,8 @@ def _splits_node(spec: MeshSpec, topology: Topology) -> list[MeshWarning]:
                 MeshWarning(
                     "degree-splits-node",
                     name,
-                    f"{sizes} makes blocks of {block} ranks, which do not tile nodes of {node}: some groups cross "
-                    f"nodes where others do not, and all wait for the slowest.",
+                    f"{sizes} makes blocks of {block} ranks, which do not tile nodes of {node}: its groups lie "
+                    f"on nodes unevenly, and all wait for the slowest.",
                 )
             ]
     return []

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from meshplan.errors import PlanError
-from meshplan.mesh.agree import agree, ranks_text
+from meshplan.mesh.agree import agree
 
 
 @pytest.fixture(params=["tcp", "file", "hash"])
@@ -162,9 +162,3 @@ def test_ranks_other_than_0_make_a_constant_number_of_store_calls():
 
     assert max(calls(3)[1:]) <= 7
     assert max(calls(24)[1:]) <= 7
-
-
-def test_rank_lists_are_written_as_runs_and_bounded():
-    assert ranks_text([3, 0, 1, 2, 7]) == "0-3, 7"
-    assert ranks_text(range(16384)) == "0-16383"
-    assert ranks_text(range(0, 40, 2), limit=3) == "0, 2, 4 and 17 more"
