@@ -248,3 +248,17 @@ def fsdp_abandon(root: Any, groups: list[Any]) -> None:
             p.unsharded_accumulated_grad = None
             if hasattr(p, "_unsharded_param"):
                 p._unsharded_param.grad = None
+
+
+def is_fake(t: torch.Tensor) -> bool:
+    """Whether `t` is a FakeTensor: shape and dtype without values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(t, FakeTensor)
+
+
+def without_fake_mode() -> Any:
+    """A context in which new tensors are real although a FakeTensorMode is on."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
