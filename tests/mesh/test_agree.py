@@ -120,7 +120,8 @@ def test_a_rank_that_never_comes_is_named_on_all_others(connect):
     code, text = only(heard, 4, absent=(2,))
     assert code == "rank-missing"
     assert "rank 2 of 4 did not arrive within 0.5 s" in text
-    assert time.monotonic() - began < 8
+    # Half a second, and what the store takes to say so; not the minutes of a store or group time-out.
+    assert time.monotonic() - began < 15
 
 
 def test_a_missing_rank_0_is_named_too(connect):
