@@ -1,0 +1,1 @@
+"""What a user writes: placements, rules, YAML with line numbers, path patterns, shorthands."""

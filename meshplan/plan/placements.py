@@ -16,6 +16,16 @@ class Shard:
     dim: int
     parts: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        sizes = () if self.parts is None else self.parts
+        if not isinstance(sizes, tuple) or (self.parts is not None and not sizes):
+            raise _bad(self.parts, "as parts", "a tuple of sizes along the dim, or None")
+        for number in (self.dim, *sizes):
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise _bad(number, "in a shard", "S(<dim>) with an integer dim, parts with integer sizes")
+        if any(size < 1 for size in sizes):
+            raise _bad(list(sizes), "as parts", "positive sizes")
+
     def __str__(self) -> str:
         return f"S({self.dim})" if self.parts is None else f"S({self.dim}, parts={list(self.parts)})"
 
@@ -40,6 +50,10 @@ class Partial:
         return "P"
 
     __repr__ = __str__
+
+
+def _bad(value: object, role: str, legal: str) -> PlanError:
+    return PlanError(f"{value!r} cannot stand {role}", code="bad-placement", legal=legal)
 
 
 Placement = Shard | Replicate | Partial
