@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from meshplan.errors import PlanError
 from meshplan.ops.calls import Call, all_reduces
+from meshplan.ops.derivative import require_first
 from meshplan.ops.ids import locate, require_in_range
+from meshplan.ops.precision import autocast_to_float32, wide
 from meshplan.ops.token_mean import ranks_of, reduce_over
 from meshplan.runtime.comm import AxisGroup, chunk_sizes
 
@@ -75,14 +76,11 @@ def cross_entropy(
     """
     _check(logits_local, target, weight, vocab_group, vocab_size, reduction, label_smoothing)
     require_in_range(target, vocab_size, "Target {} is out of bounds.", ignore_index)
-    logits = logits_local
-    if torch.is_autocast_enabled(logits.device.type) and logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
+    logits = autocast_to_float32(logits_local, on_cpu=True)
     batched = logits.dim() > 1
     if not batched:
         logits, target = logits.unsqueeze(0), target.unsqueeze(0)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    weight = None if weight is None else weight.to(wide)
+    weight = None if weight is None else weight.to(wide(logits.dtype))
     losses = _CrossEntropy.apply(logits, target, weight, vocab_group, vocab_size, ignore_index, label_smoothing)
     if reduction == "none":
         return losses.to(logits.dtype) if batched else losses.squeeze(0).to(logits.dtype)
@@ -127,8 +125,7 @@ class _CrossEntropy(torch.autograd.Function):
         ignore_index: int,
         smoothing: float,
     ) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        scores = logits.to(wide)
+        scores = logits.to(wide(logits.dtype))
         if logits.shape[1] == 0:
             # An empty shard has no maximum; it still joins every collective.
             top = scores.new_full(target.shape, float("-inf"))
@@ -154,8 +151,8 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(target != ignore_index, losses, 0.0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        require_first("cross_entropy")
         logits, target, weight, top, normaliser = ctx.saved_tensors
         group, vocab_size, smoothing = ctx.group, ctx.vocab_size, ctx.smoothing
         if logits.shape[1] == 0:

@@ -12,6 +12,7 @@ from torch import Tensor
 from meshplan.errors import PlanError
 from meshplan.mesh.streams import Key
 from meshplan.ops.dropout import Runs, dropout
+from meshplan.ops.precision import wide
 
 
 def scaled_dot_product_attention(
@@ -60,8 +61,7 @@ def scaled_dot_product_attention(
             "attention got both attn_mask and is_causal", code="attention-mask", legal="one of them; torch refuses both"
         )
     out_dtype = query.dtype
-    wide = torch.promote_types(out_dtype, torch.float32)
-    query, key, value = query.to(wide), key.to(wide), value.to(wide)
+    query, key, value = (x.to(wide(out_dtype)) for x in (query, key, value))
     if enable_gqa:
         key, value = _spread_heads(key, query), _spread_heads(value, query)
     # The root of the scale on both factors, as torch does: products stay in range.
@@ -75,7 +75,7 @@ def scaled_dot_product_attention(
         if attn_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attn_mask, float("-inf"))
         else:
-            scores = scores + attn_mask.to(wide)
+            scores = scores + attn_mask.to(scores.dtype)
         # A row of -inf has no softmax. Filled before and after, so that its gradient is zero and not nan.
         blind = (scores == float("-inf")).all(-1, keepdim=True)
         probabilities = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)

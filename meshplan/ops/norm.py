@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from meshplan.errors import PlanError
 from meshplan.ops.calls import Call, all_reduces
+from meshplan.ops.derivative import require_first
+from meshplan.ops.precision import autocast_to_float32, wide
 from meshplan.runtime.comm import AxisGroup, chunk_sizes
 
 
@@ -55,9 +56,9 @@ def rms_norm(
         PlanError: `norm-shape` if `x` or `weight` is not this rank's shard of `normalized_shape`.
     """
     _check("rms_norm", x, normalized_shape, group, dim, weight)
-    x = _autocast(x)
+    x = autocast_to_float32(x, on_cpu=False)
     if eps is None:
-        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+        eps = torch.finfo(wide(x.dtype)).eps
     return _RmsNorm.apply(x, weight, group, len(normalized_shape), math.prod(normalized_shape), eps)
 
 
@@ -76,7 +77,7 @@ def layer_norm(
     Arguments, result and errors as in `rms_norm`; `bias` is this rank's shard too.
     """
     _check("layer_norm", x, normalized_shape, group, dim, weight, bias)
-    x = _autocast(x)
+    x = autocast_to_float32(x, on_cpu=False)
     return _LayerNorm.apply(x, weight, bias, group, len(normalized_shape), math.prod(normalized_shape), eps)
 
 
@@ -94,25 +95,23 @@ def collectives(kind: str, rows: int, *, group: AxisGroup, phase: str = "forward
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, group: AxisGroup, dims: int, n: int, eps: float
-    ) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, group: AxisGroup, dims: int, n: int, eps: float) -> Tensor:
+        x_wide = x.to(wide(x.dtype))
         over = tuple(range(-dims, 0))
-        square = group.all_reduce(wide.square().sum(over, keepdim=True))
+        square = group.all_reduce(x_wide.square().sum(over, keepdim=True))
         scale = torch.rsqrt(square / n + eps)
         ctx.save_for_backward(x, weight, scale)
         ctx.group, ctx.dims, ctx.n = group, dims, n
-        out = wide * scale
+        out = x_wide * scale
         return (out if weight is None else out * weight).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        require_first("rms_norm")
         x, weight, scale = ctx.saved_tensors
         over = tuple(range(-ctx.dims, 0))
-        wide, grad = x.to(scale.dtype), grad.to(scale.dtype)
-        normed = wide * scale
+        grad = grad.to(scale.dtype)
+        normed = x.to(scale.dtype) * scale
         inner = grad if weight is None else grad * weight
         along = ctx.group.all_reduce((inner * normed).sum(over, keepdim=True))
         dx = (inner - normed * (along / ctx.n)).mul_(scale)
@@ -131,10 +130,10 @@ class _LayerNorm(torch.autograd.Function):
         n: int,
         eps: float,
     ) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        x_wide = x.to(wide(x.dtype))
         over = tuple(range(-dims, 0))
-        mean = group.all_reduce(wide.sum(over, keepdim=True)) / n
-        centred = wide - mean
+        mean = group.all_reduce(x_wide.sum(over, keepdim=True)) / n
+        centred = x_wide - mean
         square = group.all_reduce(centred.square().sum(over, keepdim=True))
         scale = torch.rsqrt(square / n + eps)
         ctx.save_for_backward(x, weight, bias, mean, scale)
@@ -145,8 +144,8 @@ class _LayerNorm(torch.autograd.Function):
         return (out if bias is None else out + bias).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        require_first("layer_norm")
         x, weight, bias, mean, scale = ctx.saved_tensors
         over = tuple(range(-ctx.dims, 0))
         grad = grad.to(scale.dtype)
@@ -164,13 +163,6 @@ def _over_rows(grad: Tensor, parameter: Tensor | None) -> Tensor | None:
         return None
     rows = tuple(range(grad.dim() - parameter.dim()))
     return (grad.sum(rows) if rows else grad).to(parameter.dtype)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """float32 where torch's autocast runs norms in float32: on accelerators, not on the CPU."""
-    device = x.device.type
-    half = x.dtype in (torch.float16, torch.bfloat16)
-    return x.float() if half and device != "cpu" and torch.is_autocast_enabled(device) else x
 
 
 def _check(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshplan.errors import PlanError
 from meshplan.ops.calls import Call, all_reduces
+from meshplan.ops.precision import wide
 from meshplan.runtime.comm import AxisGroup
 
 
@@ -64,12 +65,11 @@ def token_mean(
             code="mask-shape",
             legal="a mask with one entry per loss, of the same shape",
         )
-    wide = torch.promote_types(loss_per_token.dtype, torch.float32)
-    losses = loss_per_token.to(wide)
+    losses = loss_per_token.to(wide(loss_per_token.dtype))
     if mask is None:
         total = losses.sum()
     elif mask.is_floating_point():
-        total = torch.where(mask != 0, losses * mask.to(wide), 0.0).sum()
+        total = torch.where(mask != 0, losses * mask.to(losses.dtype), 0.0).sum()
     else:
         total = torch.where(mask != 0, losses, 0.0).sum()
     if n_tokens is None:
