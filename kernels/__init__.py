@@ -1,0 +1,1 @@
+"""Kernels behind the semantic operators, imported as `meshplan.kernels`: attention blocks, ring and merge, experts."""

@@ -1,0 +1,235 @@
+"""A plain single-device Llama, the program that the shipped `llama3/*` plans shard; modules named as in torchtitan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the slow rotary frequencies (as in Meta's reference code).
+
+    Attributes:
+        factor: how much longer the context became.
+        low_freq_factor, high_freq_factor: wavelengths above `original_length / low` are stretched by `factor`, those
+            below `original_length / high` are kept, and between the two the stretch is interpolated.
+        original_length: context length before the stretch, in tokens.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Sizes and options of a Llama.
+
+    Attributes:
+        dim: width of the residual stream.
+        n_layers: number of blocks.
+        n_heads, n_kv_heads: query heads, and the key/value heads they share; `n_kv_heads` divides `n_heads`.
+        ffn_dim: width of the SwiGLU feed-forward.
+        vocab_size: rows of the embedding and of the head.
+        head_dim: width of one head; None means `dim // n_heads`.
+        norm_eps, rope_theta: as in the Llama 3 papers.
+        rope_scaling: stretched rotary frequencies, or None.
+        tied: the head uses the embedding's weight.
+        qk_norm: RMSNorm over each head of q and k before the rotary, as in Qwen 3.
+        dropout: probability of dropping a residual contribution.
+    """
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    vocab_size: int
+    head_dim: int | None = None
+    norm_eps: float = 1e-5
+    rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    tied: bool = False
+    qk_norm: bool = False
+    dropout: float = 0.0
+
+
+class Rotary(nn.Module):
+    """Rotary position angles. The frequencies are recomputed, never saved, so they are a non-persistent buffer."""
+
+    inv_freq: Tensor
+
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
+        super().__init__()
+        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self.register_buffer("inv_freq", torch.empty(head_dim // 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the buffer: `theta ** (-2 i / head_dim)`, stretched by `scaling` (RoFormer, equation 15)."""
+        device = self.inv_freq.device
+        steps = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
+        inv_freq = self.theta ** -(steps / self.head_dim)
+        if self.scaling is not None:
+            low, high = self.scaling.low_freq_factor, self.scaling.high_freq_factor
+            turns = self.scaling.original_length * inv_freq / (2 * math.pi)
+            # 1 keeps a frequency, 0 stretches it fully.
+            keep = ((turns - low) / (high - low)).clamp(0, 1)
+            inv_freq = inv_freq * (keep + (1 - keep) / self.scaling.factor)
+        self.inv_freq.copy_(inv_freq)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Integer positions `[seq]` or `[batch, seq]` to cosines and sines `[..., seq, 1, head_dim / 2]`."""
+        angles = (positions.unsqueeze(-1) * self.inv_freq).unsqueeze(-2)
+        return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair `(i, i + head_dim / 2)` of `x` `[batch, seq, heads, head_dim]` by its angle (the half-split order
+    of transformers' checkpoints, not the interleaved one of Meta's)."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention. Head counts are read off the tensors (`view(..., -1, head_dim)`), so that the
+    same code runs on any share of the heads."""
+
+    def __init__(self, c: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim or c.dim // c.n_heads
+        self.wq = nn.Linear(c.dim, c.n_heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(c.dim, c.n_kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(c.dim, c.n_kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(c.n_heads * self.head_dim, c.dim, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=c.norm_eps) if c.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=c.norm_eps) if c.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`[batch, seq, dim]` to `[batch, seq, dim]`."""
+        batch, seq, _ = x.shape
+        q = self.wq(x).view(batch, seq, -1, self.head_dim)
+        k = self.wk(x).view(batch, seq, -1, self.head_dim)
+        v = self.wv(x).view(batch, seq, -1, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(y.transpose(1, 2).reshape(batch, seq, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: `w2(silu(w1 x) * w3 x)` (GLU variants improve transformer, Shazeer 2020)."""
+
+    def __init__(self, c: LlamaConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(c.dim, c.ffn_dim, bias=False)
+        self.w2 = nn.Linear(c.ffn_dim, c.dim, bias=False)
+        self.w3 = nn.Linear(c.dim, c.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[batch, seq, dim]` to `[batch, seq, dim]`."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, c: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
+        self.attention = Attention(c)
+        self.ffn_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
+        self.feed_forward = FeedForward(c)
+        self.dropout = nn.Dropout(c.dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`[batch, seq, dim]` to `[batch, seq, dim]`."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
+        return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
+
+
+class Llama(nn.Module):
+    """A Llama language model: logits, or the mean token cross entropy when labels are given."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = c = config
+        self.tok_embeddings = nn.Embedding(c.vocab_size, c.dim)
+        self.rotary = Rotary(c.head_dim or c.dim // c.n_heads, c.rope_theta, c.rope_scaling)
+        self.layers = nn.ModuleList(Block(c) for _ in range(c.n_layers))
+        self.norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
+        self.output = nn.Linear(c.dim, c.vocab_size, bias=False)
+        if c.tied:
+            self.output.weight = self.tok_embeddings.weight
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise one module: normal weights, smaller where a block adds to the residual stream (GPT-2 report,
+        section 2.3), so that its variance does not grow with depth."""
+        residual_std = INIT_STD / math.sqrt(2 * self.config.n_layers)
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=INIT_STD)
+        elif isinstance(module, nn.RMSNorm):
+            module.reset_parameters()
+        elif isinstance(module, Attention):
+            nn.init.normal_(module.wo.weight, std=residual_std)
+        elif isinstance(module, FeedForward):
+            nn.init.normal_(module.w2.weight, std=residual_std)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Logits, or the loss.
+
+        Arguments:
+            tokens: int64 `[batch, seq]`.
+            labels: int64 `[batch, seq]`, already aligned with the logits (no shift here); -100 is not counted.
+            positions: int64 `[seq]` or `[batch, seq]`; None counts from 0.
+
+        Returns:
+            logits `[batch, seq, vocab]`, or with `labels` the 0-dim mean cross entropy over counted tokens.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        cos, sin = self.rotary(positions)
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        logits = self.output(self.norm(x))
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def llama_tiny() -> Llama:
+    """A byte-level Llama of 0.1 M parameters, trainable on a laptop in seconds; 8 query heads share 4 kv heads."""
+    return Llama(LlamaConfig(dim=64, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=176, vocab_size=256))
+
+
+def llama3_8b() -> Llama:
+    """Llama 3 8B (Meta Llama 3 model card). Build it under `torch.device("meta")` or `mp.meta` to only look at it."""
+    return Llama(LlamaConfig(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336, vocab_size=128256))
+
+
+def llama31_405b() -> Llama:
+    """Llama 3.1 405B (The Llama 3 herd of models, table 3). Meta only, unless there are terabytes to spare."""
+    return Llama(
+        LlamaConfig(
+            dim=16384,
+            n_layers=126,
+            n_heads=128,
+            n_kv_heads=8,
+            ffn_dim=53248,
+            vocab_size=128256,
+            rope_scaling=RopeScaling(),
+        )
+    )

@@ -1,0 +1,1 @@
+"""Shipped plans, one folder a model family, packaged as data of `meshplan.plans`."""

@@ -1,0 +1,46 @@
+"""The shipped plans parse, and every rule and unit names modules that the model it is for has."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshplan.models.registry import resolve_model
+from meshplan.plan.patterns import match
+from meshplan.plan.placements import Shard
+from meshplan.plan.yaml_io import load_plan
+
+FOLDER = Path(__file__).parents[2] / "plans"
+MODEL_OF = {"llama3": "llama-tiny", "gpt": "gpt-tiny"}
+NAMES = ["ddp", "fsdp", "hsdp", "tp", "tp_sp", "tp_sp_fsdp", "zero1", "zero2"]
+PLANS = [f"{family}/{name}" for family in MODEL_OF for name in NAMES]
+
+
+def test_the_folder_holds_these_plans_and_no_others():
+    assert sorted(f"{p.parent.name}/{p.stem}" for p in FOLDER.glob("*/*.yaml")) == sorted(PLANS)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_rules_units_and_inputs_fit_the_model(name):
+    plan = load_plan(FOLDER / f"{name}.yaml")
+    with torch.device("meta"):
+        model = resolve_model(MODEL_OF[name.split("/")[0]])()
+    modules = dict(model.named_modules())
+    for rule in plan.rules:
+        hits = [path for path in modules if match(rule.at, (path,))]
+        assert hits, rule.at
+        for path in hits:
+            shapes = {key: p.shape for key, p in modules[path].named_parameters()}
+            for key, layout in rule.params.items():
+                for placement in layout.values():
+                    if isinstance(placement, Shard) and placement.parts:
+                        assert sum(placement.parts) == shapes[key][placement.dim]
+                    else:
+                        assert key in shapes
+    units = plan.fsdp.units if plan.fsdp else ()
+    for unit in units:
+        assert [path for path in modules if match(unit, (path,))], unit
+    positions = getattr(model, "wpe", None)
+    for key, item in plan.inputs.items():
+        assert key in ("tokens", "labels")
+        assert positions is None or item.shape[1] <= positions.num_embeddings
