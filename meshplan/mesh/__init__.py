@@ -1,0 +1,1 @@
+"""Axes and ranks: degrees, groups, links, process groups, agreement among ranks, and random streams."""
