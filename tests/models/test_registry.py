@@ -1,6 +1,7 @@
 """What `--model` accepts: shipped names, the user's own factories, local transformers configurations."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def own_package(tmp_path, monkeypatch):
 
 
 def test_a_factory_is_found_in_the_working_directory_with_a_dotted_attribute(own_package, monkeypatch):
-    monkeypatch.setattr("sys.path", [p for p in __import__("sys").path if p])
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     assert resolve_model(f"{own_package}.zoo:mlp")().weight.shape == (3, 5)
     assert resolve_model(f"{own_package}.zoo:Zoo.bear")().weight.shape == (2, 2)
 
@@ -80,8 +81,8 @@ def hf_config(folder, **fields):
 
 
 def test_a_local_config_gives_fresh_models_of_its_sizes(tmp_path):
-    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=33)
-    hf_config(tmp_path, model_type="llama", pad_token_id=0, **sizes)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    hf_config(tmp_path, model_type="llama", pad_token_id=0, vocab_size=33, **sizes)
     for path in (tmp_path, tmp_path / "config.json"):
         factory = resolve_model(f"hf:{path}")
         one, two = factory(), factory()
