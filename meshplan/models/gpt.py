@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshplan.errors import PlanError
+
 INIT_STD = 0.02
 
 
@@ -34,6 +36,14 @@ class GPTConfig:
     vocab_size: int
     block_size: int
     dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.n_embd % self.n_head:
+            raise PlanError(
+                f"a width of {self.n_embd} cannot be cut into {self.n_head} heads",
+                code="bad-model",
+                legal="n_head that divides n_embd",
+            )
 
 
 class Attention(nn.Module):

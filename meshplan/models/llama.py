@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshplan.errors import PlanError
+
 INIT_STD = 0.02
 
 
@@ -61,6 +63,25 @@ class LlamaConfig:
     qk_norm: bool = False
     dropout: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.n_heads % self.n_kv_heads:
+            raise PlanError(
+                f"{self.n_heads} query heads cannot share {self.n_kv_heads} kv heads evenly",
+                code="bad-model",
+                legal="n_kv_heads that divides n_heads",
+            )
+        if (self.head_dim is None and self.dim % self.n_heads) or self.head_width % 2:
+            raise PlanError(
+                f"heads of width {self.head_dim or self.dim / self.n_heads} cannot be rotated in pairs",
+                code="bad-model",
+                legal="an even head_dim, or an even dim / n_heads",
+            )
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head, given or derived."""
+        return self.head_dim or self.dim // self.n_heads
+
 
 class Rotary(nn.Module):
     """Rotary position angles. The frequencies are recomputed, never saved, so they are a non-persistent buffer."""
@@ -106,7 +127,7 @@ class Attention(nn.Module):
 
     def __init__(self, c: LlamaConfig) -> None:
         super().__init__()
-        self.head_dim = c.head_dim or c.dim // c.n_heads
+        self.head_dim = c.head_width
         self.wq = nn.Linear(c.dim, c.n_heads * self.head_dim, bias=False)
         self.wk = nn.Linear(c.dim, c.n_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(c.dim, c.n_kv_heads * self.head_dim, bias=False)
@@ -166,7 +187,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = c = config
         self.tok_embeddings = nn.Embedding(c.vocab_size, c.dim)
-        self.rotary = Rotary(c.head_dim or c.dim // c.n_heads, c.rope_theta, c.rope_scaling)
+        self.rotary = Rotary(c.head_width, c.rope_theta, c.rope_scaling)
         self.layers = nn.ModuleList(Block(c) for _ in range(c.n_layers))
         self.norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
         self.output = nn.Linear(c.dim, c.vocab_size, bias=False)

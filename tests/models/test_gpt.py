@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from meshplan.errors import PlanError
 from meshplan.models.gpt import GPT, GPTConfig, gpt_tiny
 
 
@@ -47,6 +48,12 @@ def test_head_is_tied_and_residual_projections_start_smaller():
     assert model.h[0].mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert model.h[0].mlp.c_proj.weight.std().item() == pytest.approx(0.01, rel=0.05)  # 2 layers: 0.02 / sqrt(4)
     assert not model.h[1].attn.c_attn.bias.any()
+
+
+def test_a_width_that_the_heads_do_not_divide_is_refused():
+    with pytest.raises(PlanError) as error:
+        GPTConfig(n_embd=10, n_layer=1, n_head=3, vocab_size=5, block_size=5)
+    assert error.value.code == "bad-model"
 
 
 def test_dropout_acts_in_training_alone():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from meshplan.errors import PlanError
 from meshplan.models.llama import Llama, LlamaConfig, RopeScaling, Rotary, llama3_8b, llama31_405b, llama_tiny, rotate
 
 SMALL = {"dim": 24, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 20, "vocab_size": 37}
@@ -106,6 +107,13 @@ def test_tied_head_is_the_embedding_and_qk_norms_are_per_head():
     with torch.no_grad():
         q_scaled.wq.weight.mul_(5.0)
     torch.testing.assert_close(model(tokens()), before)  # a norm per head takes the scale out again
+
+
+@pytest.mark.parametrize("sizes", [{"n_kv_heads": 4}, {"dim": 25}, {"head_dim": 5}], ids=str)
+def test_sizes_that_no_attention_has_are_refused(sizes):
+    with pytest.raises(PlanError) as error:
+        LlamaConfig(**{**SMALL, **sizes})
+    assert error.value.code == "bad-model"
 
 
 def test_dropout_acts_in_training_alone():
