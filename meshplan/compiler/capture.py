@@ -1,0 +1,235 @@
+"""The single-device program: one run of the unmodified forward on fake tensors at global shapes, as a list of torch calls.
+
+This trace is the specification. Everything later is checked against it, call by call: same functions, same dataflow,
+same arguments up to what the layouts change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshplan import compat
+from meshplan.compiler.source import call_site
+from meshplan.errors import PlanError, Where
+
+# Calls whose result is not a tensor of the program, or that only ask about one.
+HOST_READS = {
+    "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal", "numpy", "is_nonzero", "allclose", "__array__",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor in a recorded call: the id of its value and its global shape and dtype are in `Trace.values`."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One torch call: function, flattened arguments (tensors as `Ref`), results, and where it was made."""
+
+    index: int
+    func: Callable[..., Any]
+    leaves: tuple[Any, ...]
+    structure: Any
+    outs: tuple[int, ...]
+    module: str
+    ordinal: int
+    where: Where | None
+    in_place: bool
+
+    @property
+    def name(self) -> str:
+        return getattr(self.func, "__name__", str(self.func))
+
+    @property
+    def ins(self) -> tuple[int, ...]:
+        return tuple(leaf.value for leaf in self.leaves if isinstance(leaf, Ref))
+
+
+@dataclass
+class Trace:
+    """The calls of one forward, and every value's fake tensor at global shape (kept, so that ids stay unique)."""
+
+    calls: list[Call] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    entered: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    reads: list[tuple[str, Any]] = field(default_factory=list)
+    outputs: Any = None
+    mode: Any = None
+
+
+class ValueIds:
+    """Names values: a tensor object has one id until something writes into it in place."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, int] = {}
+        self.values: list[Tensor] = []
+
+    def new(self, t: Tensor) -> int:
+        self.values.append(t)
+        self._of[id(t)] = len(self.values) - 1
+        return len(self.values) - 1
+
+    def get(self, t: Tensor) -> int:
+        found = self._of.get(id(t))
+        return self.new(t) if found is None else found
+
+    def alias(self, t: Tensor, value: int) -> None:
+        self._of[id(t)] = value
+
+
+class ModuleStack:
+    """Which module's own code is running, and how many recorded calls it has made in this invocation."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self._ordinals: list[int] = []
+
+    def enter(self, path: str) -> None:
+        self.paths.append(path)
+        self._ordinals.append(0)
+
+    def leave(self) -> None:
+        self.paths.pop()
+        self._ordinals.pop()
+
+    def next_ordinal(self) -> int:
+        self._ordinals[-1] += 1
+        return self._ordinals[-1] - 1
+
+    @property
+    def path(self) -> str:
+        return self.paths[-1] if self.paths else ""
+
+
+def is_recorded(func: Callable[..., Any], out: Any) -> bool:
+    """Whether a call is part of the program: it made a tensor, or wrote into one."""
+    if getattr(func, "__name__", "") in ("__setitem__", "_set_grad_enabled"):
+        return func.__name__ == "__setitem__"
+    if isinstance(out, Tensor):
+        return True
+    return isinstance(out, (list, tuple)) and any(isinstance(o, Tensor) for o in out)
+
+
+def is_in_place(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
+
+
+_IN_PLACE_DUNDERS = {f"__i{op}__" for op in "add sub mul truediv floordiv mod pow and or xor matmul lshift rshift div".split()}
+
+
+def host_read(func: Callable[..., Any], path: str, cause: BaseException) -> PlanError:
+    where = call_site(3)
+    name = getattr(func, "__name__", str(func))
+    return PlanError(
+        f"{path or 'the model'} reads a tensor's value on the host ({name}), so its program depends on data",
+        code="host-read",
+        where=where,
+        module=path,
+        legal="a forward whose Python code depends on shapes and constants only",
+    )
+
+
+_CONSTANT_LIMIT = 2**22  # elements up to which a constant is computed for real
+
+
+def run_call(func: Callable[..., Any], args: Any, kwargs: Any, path: str) -> Any:
+    """Run one torch call of the model. What depends on neither inputs nor parameters is computed for real while small, so
+    that Python code which reads such constants (masks, position ids) takes the branch it takes in a real run."""
+    tensors = tensors_in((args, kwargs))
+    try:
+        out = None
+        if not any(compat.is_fake(t) for t in tensors) and getattr(func, "__name__", "") not in ("_set_grad_enabled", "__get__"):
+            sizes = [t.numel() for t in tensors]
+            if not is_in_place(func) and getattr(func, "__name__", "") not in HOST_READS:
+                out = func(*args, **kwargs)
+                sizes += [t.numel() for t in tensors_in(out)]
+            if all(n <= _CONSTANT_LIMIT for n in sizes):
+                with compat.without_fake_mode():
+                    return func(*args, **kwargs)
+            if out is not None:
+                return out
+        return func(*args, **kwargs)
+    except compat.data_dependent_errors() as error:
+        raise host_read(func, path, error) from error
+
+
+class _Capture(TorchFunctionMode):
+    def __init__(self, trace: Trace, ids: ValueIds, stack: ModuleStack) -> None:
+        super().__init__()
+        self.trace, self.ids, self.stack = trace, ids, stack
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = run_call(func, args, kwargs, self.stack.path)
+        if not is_recorded(func, out):
+            if getattr(func, "__name__", "") in HOST_READS:
+                self.trace.reads.append((func.__name__, out))
+            return out
+        leaves, structure = compat.flatten((args, kwargs))
+        refs = tuple(Ref(self.ids.get(x)) if isinstance(x, Tensor) else x for x in leaves)
+        in_place = is_in_place(func)
+        written = args[0] if in_place else out
+        made = [o for o in (written if isinstance(written, (list, tuple)) else [written]) if isinstance(o, Tensor)]
+        outs = tuple(self.ids.new(o) if in_place or id(o) not in {id(x) for x in leaves} else self.ids.get(o) for o in made)
+        self.trace.calls.append(
+            Call(
+                len(self.trace.calls), func, refs, structure, outs, self.stack.path,
+                self.stack.next_ordinal(), call_site(), in_place,
+            )
+        )  # fmt: skip
+        return out
+
+
+@contextmanager
+def module_hooks(model: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
+    """Call `before(path, module, args, kwargs)` and `after(path, module, args, kwargs, out)` around every module of a
+    compile-time copy; what they return, unless None, replaces the arguments or the output."""
+    handles = []
+    for path, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda m, a, k, path=path: before(path, m, a, k), with_kwargs=True))
+        # `prepend`: the user's own hooks are part of the module's program, so ours stand outside them.
+        handles.append(module.register_forward_hook(lambda m, a, k, o, path=path: after(path, m, a, k, o), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [x for x in compat.flatten(tree)[0] if isinstance(x, Tensor)]
+
+
+def capture(skeleton: nn.Module, mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """Run `skeleton` (a fake copy) once on fake global inputs and record its torch calls.
+
+    Raises PlanError `host-read` where the program depends on tensor values.
+    """
+    trace, ids, stack = Trace(mode=mode), ValueIds(), ModuleStack()
+
+    def before(path: str, module: nn.Module, a: Any, k: Any) -> None:
+        trace.entered.append((path, tuple(ids.get(t) for t in tensors_in((a, k)))))
+        stack.enter(path)
+
+    def after(path: str, module: nn.Module, a: Any, k: Any, out: Any) -> None:
+        stack.leave()
+
+    for t in [*skeleton.parameters(), *skeleton.buffers(), *tensors_in((args, kwargs))]:
+        ids.get(t)
+    with mode, module_hooks(skeleton, before, after), torch.device("cpu"), _Capture(trace, ids, stack):
+        out = skeleton(*args, **kwargs)
+    trace.values = ids.values
+    leaves, structure = compat.flatten(out)
+    trace.outputs = ([Ref(ids.get(x)) if isinstance(x, Tensor) else x for x in leaves], structure)
+    return trace

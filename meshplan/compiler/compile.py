@@ -1,0 +1,208 @@
+"""plan + model + world size -> Core: capture the single device, propagate one rank until nothing changes, read off the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshplan import compat
+from meshplan.compiler.bind import Bound, bind
+from meshplan.compiler.capture import Trace, capture, module_hooks
+from meshplan.compiler.kinds import I, Kind, N, Pending, R
+from meshplan.compiler.layout import Axis, Info, local_shape
+from meshplan.compiler.lowered import Boundary, Core, ParamPlan, Program
+from meshplan.compiler.propagate import Pass, Propagation
+from meshplan.compiler.examples import Example, example_inputs
+from meshplan.compiler.sites import Decisions
+from meshplan.compiler.skeleton import fake_copy, fake_world
+from meshplan.compiler.strategies import Chooser
+from meshplan.errors import PlanError
+from meshplan.mesh.build import Groups, abstract_groups
+from meshplan.mesh.spec import MeshSpec
+from meshplan.plan.placements import Placement, Shard
+from meshplan.plan.plan import Plan
+
+DATA_AXES = ("dp_replicate", "dp_shard", "cp")
+MAX_PASSES = 8
+
+
+def compile_core(
+    model: nn.Module, plan: Plan, spec: MeshSpec, inputs: Mapping[str, Any] | None = None, rank: int = 0
+) -> Core:
+    """Derive the program of `rank`.
+
+    Arguments:
+        model: unchanged; its parameters may be on the meta device.
+        inputs: global example inputs by argument name (tensors, `Input`, or Python constants) that add to or replace
+            the plan's.
+
+    Raises PlanError, each with the user's line: what `bind` raises, and `host-read`, `no-rule`, `diverged`, `random-op`,
+    `no-redistribution`, `local-shape`, `in-place`, `mixed-use`, `axis-not-lowered`.
+    """
+    _refuse_unlowered(plan, spec)
+    bound = bind(plan, model, degrees=dict(spec.axes), given=tuple(inputs or ()))
+    groups = abstract_groups(spec, rank)
+    axes = [Axis(name, groups.group(name), name in DATA_AXES) for name, n in spec.axes if n > 1 and name != "pp"]
+    examples = example_inputs(model, bound, inputs, [a.name for a in axes])
+    kinds = {name: _param_kinds(bound, name, axes) for name in bound.params}
+    with fake_world() as mode:
+        single = fake_copy(model, mode)
+        trace = capture(single, mode, (), _fake_inputs(examples, mode, None))
+        result, settled = _until_stable(model, mode, trace, bound, spec, rank, axes, examples, kinds)
+    program = _program(trace, result, settled, axes, examples)
+    return Core(bound, spec, _params(bound, result, axes, kinds), program)
+
+
+def _refuse_unlowered(plan: Plan, spec: MeshSpec) -> None:
+    for axis, section in (("pp", plan.pipeline), ("cp", plan.context), ("ep", plan.experts)):
+        if spec.degree(axis) > 1 or section is not None:
+            raise PlanError(
+                f"this version does not lower the {axis} axis", code="axis-not-lowered", legal=["dp_replicate", "dp_shard", "tp"]
+            )
+
+
+def _param_kinds(bound: Bound, name: str, axes: list[Axis]) -> list[Kind]:
+    placements = bound.params[name].placements
+    out: list[Kind] = []
+    for axis in axes:
+        place = placements.get(axis.name)
+        out.append(place if isinstance(place, Shard) else N)
+    return out
+
+
+def _fake_inputs(examples: dict[str, Example], mode: Any, axes: list[Axis] | None) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    with mode:
+        for name, example in examples.items():
+            leaves = []
+            for leaf in example.leaves:
+                if isinstance(leaf.shape, tuple):
+                    shape = leaf.shape if axes is None else local_shape(leaf.shape, leaf.kinds, axes)
+                    leaves.append(torch.empty(shape, dtype=leaf.dtype, requires_grad=leaf.requires_grad))
+                else:
+                    leaves.append(leaf.constant)
+            made[name] = compat.unflatten(leaves, example.structure)
+    return made
+
+
+def _until_stable(
+    model: nn.Module, mode: Any, trace: Trace, bound: Bound, spec: MeshSpec, rank: int, axes: list[Axis],
+    examples: dict[str, Example], kinds: dict[str, list[Kind]],
+) -> tuple[Pass, Decisions]:  # fmt: skip
+    decisions = Decisions()
+    for _ in range(MAX_PASSES):
+        decisions.changed = False
+        run = _one_pass(model, mode, trace, bound, spec, rank, axes, examples, kinds, decisions)
+        for site, axis, pending, where in run.gathers:
+            kind = R if R in pending.find().needs else I
+            if decisions.gathered.get((site, axis)) != kind:
+                decisions.gathered[site, axis] = kind
+                decisions.implicit.setdefault(site, where)
+                decisions.changed = True
+        if not decisions.changed:
+            return run.result, decisions
+    raise PlanError(
+        "the layouts of this plan do not settle", code="no-fixpoint",
+        legal="input and output layouts written out for the modules that `explain -v` lists",
+    )  # fmt: skip
+
+
+def _one_pass(
+    model: nn.Module, mode: Any, trace: Trace, bound: Bound, spec: MeshSpec, rank: int, axes: list[Axis],
+    examples: dict[str, Example], kinds: dict[str, list[Kind]], decisions: Decisions,
+) -> Propagation:  # fmt: skip
+    def shape_of(name: str, t: Tensor) -> tuple[int, ...]:
+        return local_shape(t.shape, kinds[name], axes) if name in kinds else tuple(t.shape)
+
+    local = fake_copy(model, mode, shape_of)
+    owners = {name.rpartition(".")[0] for name in bound.params for k in kinds[name] if isinstance(k, Shard)}
+    owners |= {n.rpartition(".")[0] for p in bound.params.values() for n in p.names if any(isinstance(k, Shard) for k in kinds[p.name])}
+
+    def declared(path: str, side: str, key: str) -> dict[str, Placement]:
+        module = bound.modules.get(path)
+        if module is None:
+            return {}
+        table = module.input if side == "input" else module.output
+        return dict(table.get(key, table.get("", {}) if side == "output" else {}))
+
+    groups: Groups = abstract_groups(spec, rank)
+    run = Propagation(trace, axes, declared, owners, decisions, Chooser(trace, groups))
+    heard = run.result.timeline.heard
+    run.axes = [Axis(a.name, type(a.group)(a.group.axis, a.group.size, a.group.rank, None, heard), a.data) for a in axes]
+    run.chooser.groups = abstract_groups(spec, rank, heard)
+    number = 0
+    for name, p in local.named_parameters():
+        run.label(p, Info(number, list(kinds[name]), False, name))
+        number += 1
+    for b in _buffers(local):
+        run.label(b, Info(number, [N] * len(axes), False))
+        number += 1
+    inputs = _fake_inputs(examples, mode, axes)
+    flat = [(leaf, t) for name, example in examples.items() for leaf, t in zip(example.leaves, compat.flatten(inputs[name])[0], strict=True)]
+    for leaf, t in flat:
+        if isinstance(t, Tensor):
+            run.label(t, Info(number, [k if isinstance(k, Shard) else I if t.requires_grad else N for k in leaf.kinds], True))
+            number += 1
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: (run.result.timeline.saved(), t)[1], lambda t: t)
+    with mode, module_hooks(local, run.before, run.after), torch.device("cpu"), hooks, run:
+        local(**inputs)
+    if run.cursor != len(trace.calls):
+        raise run.diverged("its forward ends")
+    return run
+
+
+def _buffers(module: nn.Module) -> list[Tensor]:
+    return list(module.buffers())
+
+
+def _program(trace: Trace, result: Pass, settled: Decisions, axes: list[Axis], examples: dict[str, Example]) -> Program:
+    first_only = []
+    uses = {use: pending.find().needs for use, pending in result.param_use.items()}
+    partial = {(name, axis) for (_, name, axis), needs in uses.items() if R in needs}
+    for (module, name, axis), needs in uses.items():
+        if R in needs and I in needs:
+            raise PlanError(
+                f"{module} uses {name} both in a computation split over {axis} and in one that is not",
+                code="mixed-use", module=module, legal="two modules, one a use",
+            )  # fmt: skip
+        if I in needs and (name, axis) in partial:
+            # This use's gradient is whole on every rank while another's is partial: rank 0 alone adds it to the sum.
+            first_only.append((module, name, axis))
+    boundaries = tuple(
+        Boundary(site, move, where is not None or site in settled.implicit, site in result.shared, where or settled.implicit.get(site))
+        for site, move, where in result.moves
+    )
+    return Program(
+        signature=tuple((name, example.key()) for name, example in examples.items()),
+        boundaries=boundaries,
+        edits=result.edits,
+        outputs=tuple((key, tuple(k), shape, scalar) for key, k, shape, scalar in result.outputs),
+        layouts=tuple((p, side, key, shape, tuple(_final(k) for k in kinds)) for p, side, key, shape, kinds in result.layouts),
+        events=tuple(result.timeline.events),
+        axes=tuple(a.name for a in axes),
+        first_only=tuple(first_only),
+    )
+
+
+def _final(kind: Kind) -> Kind:
+    if isinstance(kind, Pending):
+        return R if R in kind.find().needs else I
+    return kind
+
+
+def _params(bound: Bound, result: Pass, axes: list[Axis], kinds: dict[str, list[Kind]]) -> dict[str, ParamPlan]:
+    reduce: dict[str, set[str]] = {}
+    for (_, name, axis), pending in result.param_use.items():
+        if R in pending.find().needs:
+            reduce.setdefault(name, set()).add(axis)
+    return {
+        name: ParamPlan(
+            name, p.shape, str(p.dtype).removeprefix("torch."), p.requires_grad,
+            tuple((a.name, k) for a, k in zip(axes, kinds[name], strict=True) if isinstance(k, Shard)),
+            tuple(a.name for a in axes if a.name in reduce.get(name, ())),
+        )
+        for name, p in bound.params.items()
+    }  # fmt: skip

@@ -1,0 +1,55 @@
+"""Layouts while compiling: the axes in play, what one tensor is on each, and the local shapes that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshplan.compiler.kinds import Kind
+from meshplan.plan.placements import Shard
+from meshplan.runtime.comm import AxisGroup, chunk_sizes
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One mesh axis of degree > 1, as the traced rank sees it."""
+
+    name: str
+    group: AxisGroup
+    data: bool  # dp_replicate, dp_shard, cp: gradients are averaged over it, outputs stay sharded on it
+
+    @property
+    def degree(self) -> int:
+        return self.group.size
+
+
+@dataclass
+class Info:
+    """What the compiler knows of one tensor of the lowered program: which value of the single-device program it is, its
+    kind on each axis, whether it depends on the model's inputs, and the parameter it is, if it is one."""
+
+    value: int
+    kinds: list[Kind]
+    data: bool
+    param: str | None = None
+
+
+def local_dim(size: int, dim: int, kinds: Sequence[Kind], axes: Sequence[Axis], coords: Sequence[int] | None = None) -> int:
+    """Length of this rank's part of a dim of `size`, split by every axis sharded on it, outermost first."""
+    for k, axis in enumerate(axes):
+        kind = kinds[k]
+        if isinstance(kind, Shard) and kind.dim == dim:
+            at = axis.group.rank if coords is None else coords[k]
+            pieces = kind.parts if kind.parts and sum(kind.parts) == size else (size,)
+            size = sum(chunk_sizes(piece, axis.degree)[at] for piece in pieces)
+    return size
+
+
+def local_shape(shape: Sequence[int], kinds: Sequence[Kind], axes: Sequence[Axis]) -> tuple[int, ...]:
+    """This rank's shape of a tensor of global `shape`."""
+    return tuple(local_dim(size, d, kinds, axes) for d, size in enumerate(shape))
+
+
+def axis_size(shape: Sequence[int], dim: int, kinds: Sequence[Kind], axes: Sequence[Axis], upto: int) -> int:
+    """Length of `dim` before axis number `upto` splits it: the global length as that axis's collectives see it."""
+    return local_dim(shape[dim], dim, kinds[:upto], axes[:upto])

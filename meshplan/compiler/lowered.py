@@ -1,0 +1,69 @@
+"""What lowering yields: the program of a rank as data, independent of any process group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshplan.compiler.bind import Bound
+from meshplan.compiler.edits import Edit
+from meshplan.compiler.kinds import Kind
+from meshplan.compiler.sites import Move, Site
+from meshplan.compiler.timeline import Event
+from meshplan.errors import Where
+from meshplan.mesh.spec import MeshSpec
+from meshplan.plan.placements import Shard
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """One redistribution of the program. `implicit` ones were asked for by an op, not by the plan; `shared` ones are done
+    by whichever of their sites runs first."""
+
+    site: Site
+    move: Move
+    implicit: bool
+    shared: bool
+    where: Where | None
+
+
+@dataclass(frozen=True)
+class ParamPlan:
+    """How one parameter lives and how its gradient is made whole.
+
+    Attributes:
+        name: its canonical name.
+        shards: (axis, Shard) for every non-data axis it is sharded on, outermost first.
+        reduce: axes on which its gradient is a partial sum when backward has run (data axes: a partial mean).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    shards: tuple[tuple[str, Shard], ...]
+    reduce: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The lowered program for one input signature."""
+
+    signature: tuple[Any, ...]
+    boundaries: tuple[Boundary, ...]
+    edits: dict[str, dict[int, Edit]]
+    outputs: tuple[tuple[str, tuple[Kind, ...], tuple[int, ...], bool], ...]
+    layouts: tuple[tuple[str, str, str, tuple[int, ...], tuple[Kind, ...]], ...]
+    events: tuple[Event, ...]
+    axes: tuple[str, ...]
+    first_only: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True)
+class Core:
+    """Everything the compiler derived for one model, plan and world."""
+
+    bound: Bound
+    spec: MeshSpec
+    params: dict[str, ParamPlan]
+    program: Program

@@ -1,0 +1,125 @@
+"""Choosing a strategy on one axis: the one whose input kinds are at hand, else the one that is cheapest to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from meshplan.compiler.kinds import A, I, Kind, N, P, Pending, R, replicated
+from meshplan.compiler.rules.base import REP, Strategy
+from meshplan.compiler.rules.views import regroup_parts
+from meshplan.plan.placements import Shard
+
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy with what each input must become (None: as it is) and the kinds of its outputs."""
+
+    strategy: Strategy
+    wanted: tuple[Kind | None, ...]
+    outs: tuple[Kind, ...]
+    cost: float
+
+
+def choose(
+    strategies: Sequence[Strategy],
+    kinds: Sequence[Kind],
+    tensors: Sequence[Tensor],
+    params: Sequence[bool],
+    degree: int,
+) -> Choice | None:
+    """The cheapest strategy given the inputs' `kinds`; cost in bytes moved by one rank, forward and backward.
+
+    Arguments:
+        tensors: the inputs at global shape (sizes of what would move, and whether gradients flow).
+        params: which inputs are parameters: a sharded one is not redistributed, a replicated one may enter a sum once.
+    """
+    best: Choice | None = None
+    for s in strategies:
+        if len(s.ins) != len(kinds):
+            continue
+        found = _reach(s, kinds, tensors, params, degree)
+        if found is not None and (best is None or found.cost < best.cost):
+            best = found
+    return best
+
+
+def _reach(
+    s: Strategy, kinds: Sequence[Kind], tensors: Sequence[Tensor], params: Sequence[bool], degree: int
+) -> Choice | None:
+    cost = 0.0
+    wanted: list[Kind | None] = []
+    parts: tuple[int, ...] | None = None
+    regrouped: list[tuple[int, ...]] | None = None
+    plain_shards = False
+    for have, want, t, param in zip(kinds, s.ins, tensors, params, strict=True):
+        if isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim:
+            if have.parts == want.parts:
+                plain_shards |= have.parts is None
+                wanted.append(None)
+                continue
+            if have.parts and want.parts:
+                regrouped = regroup_parts(have.parts, want.parts)
+                if regrouped is None:
+                    return None
+                wanted.append(None)
+                continue
+            if have.parts and not want.parts and not s.plain and (parts is None or parts == have.parts):
+                parts = have.parts
+                wanted.append(None)
+                continue
+        step = _distance(have, want, t, degree)
+        if step == _NEVER or (param and step > 0 and not replicated(have)):
+            return None
+        if want == P and have != P and not param:
+            return None  # a replicated activation made partial would flood what follows with partial sums
+        cost += step
+        wanted.append(None if step == 0 and _holds(have, want) else want)
+    if parts and plain_shards:
+        return None  # one input is cut part by part, another in one piece: their shards do not meet
+    outs = s.outs
+    if parts:
+        outs = tuple(Shard(o.dim, parts) if isinstance(o, Shard) and o.parts is None else o for o in outs)
+    if regrouped:
+        outs = tuple(
+            Shard(o.dim, own if len(own) > 1 else None) if isinstance(o, Shard) else o
+            for o, own in zip(outs, regrouped, strict=True)
+        )
+    return Choice(s, tuple(wanted), outs, cost)
+
+
+def _holds(have: Kind, want: Kind) -> bool:
+    return have == want or (want == REP and replicated(have))
+
+
+def _distance(have: Kind, want: Kind, t: Tensor, degree: int) -> float:
+    """Bytes one rank sends, forward plus backward, to bring a value of kind `have` to `want` (0 if it is there already)."""
+    grad = t.requires_grad
+    size = t.numel() * t.element_size() * (degree - 1) / degree
+    if want == REP:
+        if replicated(have):
+            return 2 * size if have == I and grad else 0.0
+        if isinstance(have, Shard):
+            return size * (2 if grad else 1) if have.parts is None else _NEVER
+        return 2 * size + (2 * size if grad else 0) if have in (P, A) else _NEVER
+    if isinstance(want, Shard):
+        if want.parts is not None:
+            return _NEVER
+        if replicated(have):
+            # Cutting a replicated value is free forward; an invariant one must be gathered in backward.
+            return 0.01 + (size if have == I and grad else 0.0)
+        if isinstance(have, Shard):
+            return 2 * size * (2 if grad else 1) if have.parts is None else _NEVER
+        return size * (2 if grad else 1) if have == P else _NEVER
+    if want == P:
+        return 0.0 if have == P else _NEVER if not replicated(have) else 0.02
+    if want == A:
+        return 0.0 if have == A else _NEVER
+    return _NEVER
+
+
+__all__ = ["Choice", "I", "N", "Pending", "R", "choose"]

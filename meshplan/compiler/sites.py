@@ -1,0 +1,62 @@
+"""Sites: the places of the user's program where a layout changes, and what was decided for each.
+
+A redistribution wanted by an op is hosted, cheapest first, at the input of the innermost module that was handed the tensor,
+at the view of the parameter, or in front of the very call. One tensor wanted in one layout by several modules is
+redistributed once, at the input of their nearest common ancestor that was handed it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshplan.compiler.kinds import Kind
+from meshplan.errors import Where
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a redistribution stands.
+
+    Attributes:
+        side: "input" or "output" of `module`, "param" (the view of parameter `key` in `module`), or "call".
+        key: argument name or index, output key path, parameter name, or `<ordinal>:<leaf index>` of a call.
+    """
+
+    side: str
+    module: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.module or '(model)'} {self.side} {self.key}"
+
+
+@dataclass(frozen=True)
+class Move:
+    """One redistribution on one axis: kinds by letter (`S(1)`, `R`, `I`...), the dim and its global length as the axis sees it."""
+
+    axis: str
+    src: str
+    dst: str
+    dim: int
+    size: int
+    src_kind: Kind
+    dst_kind: Kind
+
+
+@dataclass
+class Decisions:
+    """What earlier passes settled; a pass that needs more adds to it and the program is propagated again."""
+
+    moves: dict[Site, dict[str, Kind]] = field(default_factory=dict)
+    gathered: dict[tuple[Site, str], Kind] = field(default_factory=dict)
+    use: dict[tuple[str, str, str], Kind] = field(default_factory=dict)
+    implicit: dict[Site, Where | None] = field(default_factory=dict)
+    changed: bool = False
+
+    def add(self, site: Site, axis: str, kind: Kind, where: Where | None) -> None:
+        """Host a move to `kind` at `site` from the next pass on."""
+        held = self.moves.setdefault(site, {})
+        if held.get(axis) != kind:
+            held[axis] = kind
+            self.changed = True
+        self.implicit.setdefault(site, where)

@@ -1,0 +1,27 @@
+"""Where in the user's code a torch call was made: the innermost frame outside torch and meshplan."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+import meshplan
+from meshplan.errors import Where
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(meshplan.__file__).parent)
+_MODELS = str(Path(meshplan.__file__).parent / "models")
+
+
+def call_site(depth: int = 2) -> Where | None:
+    """File and line of the nearest caller that is the user's (a shipped model counts as the user's)."""
+    frame = sys._getframe(depth)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        ours = name.startswith(_OURS) and not name.startswith(_MODELS)
+        if not (name.startswith(_TORCH) or ours or name.startswith("<")):
+            return Where(name, frame.f_lineno)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

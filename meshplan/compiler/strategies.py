@@ -1,0 +1,143 @@
+"""Finding the strategy of one recorded call: its own rule, or that of the aten ops it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshplan import compat
+from meshplan.compiler import aten
+from meshplan.compiler.capture import Call, Ref, Trace
+from meshplan.compiler.edits import Replacement
+from meshplan.compiler.kinds import Kind, replicated
+from meshplan.compiler.layout import Axis
+from meshplan.compiler.match import Choice, choose
+from meshplan.compiler.rules import semantic
+from meshplan.compiler.rules.base import MISSING, REP, Op, Strategy
+from meshplan.mesh.build import Groups
+from meshplan.plan.placements import Shard
+from meshplan.runtime import replace
+
+
+class Chooser:
+    """Strategies for the calls of one trace. Recorded aten ops are kept, since every pass and every axis asks again."""
+
+    def __init__(self, trace: Trace, groups: Groups) -> None:
+        self.trace, self.groups = trace, groups
+        self._ops: dict[int, tuple[Op, list[int]]] = {}
+        self._aten: dict[int, tuple[list[aten.AtenOp], list[Tensor], list[Tensor]]] = {}
+
+    def choose(
+        self, rec: Call, kinds: Sequence[Kind], params: Sequence[bool], degree: int, requires: Sequence[bool]
+    ) -> Choice | None:
+        """The cheapest way to run `rec` on one axis, its `wanted` in the order of the call's tensors."""
+        outs = len(rec.outs)
+        whole = Strategy((REP,) * len(kinds), (REP,) * outs)
+        tensors = [self.trace.values[v] for v in rec.ins]
+        rule = semantic.RULES.get(rec.func)
+        if rule is not None:
+            op, order = self.semantic_op(rec)
+            strategies = [_reordered(s, order) for s in rule(op, degree) if len(s.ins) == len(order)]
+            return choose([*strategies, whole], kinds, tensors, params, degree)
+        ops, results, _ = self._decomposed(rec)
+        given = {id(t): k for t, k in zip(tensors, kinds, strict=True)}
+        strategies = []
+        followed = aten.follow(ops, given, results, degree)
+        if followed is not None:
+            strategies.append(Strategy(tuple(REP if replicated(k) else k for k in kinds), followed, plain=True))
+        elif len(ops) == 1 and ops[0].ins == tuple(id(t) for t in tensors):
+            strategies += aten.rule_of(ops[0], degree)
+        return choose([*strategies, whole], kinds, tensors, params, degree)
+
+    def semantic_op(self, rec: Call) -> tuple[Op, list[int]]:
+        """`rec` with its arguments in signature order, and for each tensor its number in the call."""
+        if rec.index not in self._ops:
+            numbered: list[Any] = []
+            for leaf in rec.leaves:
+                numbered.append(_Slot(sum(isinstance(x, _Slot) for x in numbered), leaf.value) if isinstance(leaf, Ref) else leaf)
+            args, kwargs = compat.unflatten(numbered, rec.structure)
+            full = list(bind_arguments(rec.func, args, kwargs))
+            if rec.func is torch.Tensor.__rmatmul__:
+                full.reverse()
+            slots = [x for x in compat.flatten(full)[0] if isinstance(x, _Slot)]
+            plain = [self.trace.values[x.value] if isinstance(x, _Slot) else x for x in full]
+            ins = tuple(self.trace.values[s.value] for s in slots)
+            outs = tuple(self.trace.values[v] for v in rec.outs)
+            self._ops[rec.index] = (Op(rec.name, tuple(plain), {}, ins, outs), [s.number for s in slots])
+        return self._ops[rec.index]
+
+    def _decomposed(self, rec: Call) -> tuple[list[aten.AtenOp], list[Tensor], list[Tensor]]:
+        if rec.index not in self._aten:
+            leaves = [self.trace.values[x.value] if isinstance(x, Ref) else x for x in rec.leaves]
+            args, kwargs = compat.unflatten(leaves, rec.structure)
+            self._aten[rec.index] = aten.decompose(rec.func, args, kwargs)
+        return self._aten[rec.index]
+
+    def replacement(self, rec: Call, names: set[str], chosen: dict[str, Strategy], axes: list[Axis]) -> Replacement | None:
+        """The semantic operator that must run in place of `rec`, with its settings; None where the call can stay."""
+        if rec.func in (F.dropout, F.scaled_dot_product_attention):
+            op, _ = self.semantic_op(rec)
+            p = op.arg(1, "p", 0.5) if rec.func is F.dropout else op.arg(4, "dropout_p", 0.0)
+            live = p > 0 and (rec.func is not F.dropout or op.arg(2, "training", True))
+            if not live:
+                return None
+            # Dropout is always ours: torch's generator differs from rank to rank and from one device.
+            shape = tuple(op.ins[0].shape)
+            if rec.func is not F.dropout:
+                shape = (*shape[:-1], op.ins[1].shape[-2])
+            shards = tuple((name, s.outs[0].dim) for name, s in chosen.items() if isinstance(s.outs[0], Shard))
+            name = "dropout" if rec.func is F.dropout else "attention_dropout"
+            return Replacement(name, (("module", rec.module), ("global_shape", shape), ("shards", shards)))
+        if not names:
+            return None
+        (name,) = names
+        op, _ = self.semantic_op(rec)
+        split: dict[str, list[str]] = {}
+        for axis, s in chosen.items():
+            if name == "embedding" and s.ins[1] == Shard(0):
+                split.setdefault("rows", []).append(axis)
+            elif name == "cross_entropy":
+                classes = 0 if op.ins[0].dim() == 1 else 1
+                split.setdefault("classes" if s.ins[0] == Shard(classes) else "tokens", []).append(axis)
+            elif name == "split_norm" and isinstance(s.ins[0], Shard) and s.ins[0].dim == op.ins[0].dim() - 1:
+                split.setdefault("normed", []).append(axis)
+        sizes = {
+            "embedding": lambda: op.ins[1].shape[0],
+            "cross_entropy": lambda: op.ins[0].shape[0 if op.ins[0].dim() == 1 else 1],
+            "split_norm": lambda: op.ins[0].shape[-1],
+        }
+        settings = tuple((k, tuple(v)) for k, v in sorted(split.items()))
+        return Replacement(name, (*settings, ("size", int(sizes[name]()))))
+
+    def run_replacement(self, r: Replacement, rec: Call, args: Any, kwargs: Any, axes: list[Axis]) -> Any:
+        """Run the operator on fake local tensors over abstract groups."""
+        return replace.bind(r.name, dict(r.settings), self.groups, None)(rec.func, args, kwargs)
+
+
+def bind_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Positional arguments in the order of the function's signature; `MISSING` where one was left out before another."""
+    names = semantic.SIGNATURES.get(func)
+    if names is None or not kwargs:
+        return tuple(args)
+    full = list(args) + [MISSING] * (len(names) - len(args))
+    for key, value in kwargs.items():
+        full[names.index(key)] = value
+    while full and full[-1] is MISSING:
+        full.pop()
+    return tuple(full)
+
+
+class _Slot:
+    def __init__(self, number: int, value: int) -> None:
+        self.number, self.value = number, value
+
+
+def _reordered(s: Strategy, order: list[int]) -> Strategy:
+    ins: list[Kind] = [REP] * len(order)
+    for kind, number in zip(s.ins, order, strict=True):
+        ins[number] = kind
+    return Strategy(tuple(ins), s.outs, s.replace, s.plain)

@@ -1,0 +1,138 @@
+"""Changes of layout on one axis, each a pair: what it does forward and what its mate does to the gradient.
+
+Drawn for two ranks holding shards a, b of a value, or summands p, q:
+
+    move          forward                      backward (gradient of the result -> gradient of the input)
+    S(d) -> R     all_gather      a|b  a|b     reduce_scatter   (each rank's gradient is a partial sum)
+    S(d) -> I     all_gather      a|b  a|b     slice            (the gradient is equal on all ranks)
+    P -> I        all_reduce      p+q  p+q     identity
+    P -> R        all_reduce      p+q  p+q     all_reduce
+    P -> S(d)     reduce_scatter               all_gather
+    I -> R        identity                     all_reduce
+    R -> I        identity                     kept on rank 0, zero elsewhere (so that the sum counts it once)
+    I -> S(d)     slice                        all_gather
+    R -> S(d)     slice                        pad with zeros
+    N -> S(d)     slice                        none
+    I -> P        kept on rank 0, zero elsewhere   identity
+    R -> P        kept on rank 0, zero elsewhere   kept on rank 0, zero elsewhere
+    P -> A        times n                      times n          (a sum seen as a mean over the axis)
+    A -> I        all_reduce / n               divided by n
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshplan.runtime.comm import AxisGroup, chunk_offset, chunk_sizes
+
+# A pair of functions (x, group, dim, size) -> tensor, where size is the global length of `dim`.
+Half = Callable[[Tensor, AxisGroup, int, int], Tensor]
+
+
+def _identity(x: Tensor, g: AxisGroup, dim: int, size: int) -> Tensor:
+    return x.view_as(x)
+
+
+def _all_gather(x: Tensor, g: AxisGroup, dim: int, size: int) -> Tensor:
+    return g.all_gather(x, dim, size)
+
+
+def _reduce_scatter(x: Tensor, g: AxisGroup, dim: int, size: int) -> Tensor:
+    return g.reduce_scatter(x, dim)
+
+
+def _all_reduce(x: Tensor, g: AxisGroup, dim: int, size: int) -> Tensor:
+    return g.all_reduce(x)
+
+
+def _slice(x: Tensor, g: AxisGroup, dim: int, size: int) -> Tensor:
+    return g.shard(x, dim).contiguous()
+
+
+def _pad(x: Tensor, g: AxisGroup, dim: int, size: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = size
+    full = x.new_zeros(shape)
+    full.narrow(dim, chunk_offset(size, g.size, g.rank), chunk_sizes(size, g.size)[g.rank]).copy_(x)
+    return full
+
+
+def _first(x: Tensor, g: AxisGroup, dim: int, size: int) -> Tensor:
+    return x.view_as(x) if g.rank == 0 else torch.zeros_like(x)
+
+
+def _times_n(x: Tensor, g: AxisGroup, dim: int, size: int) -> Tensor:
+    return x * g.size
+
+
+def _over_n(x: Tensor, g: AxisGroup, dim: int, size: int) -> Tensor:
+    return x / g.size
+
+
+def _mean(x: Tensor, g: AxisGroup, dim: int, size: int) -> Tensor:
+    return g.all_reduce(x) / g.size
+
+
+MOVES: dict[tuple[str, str], tuple[Half, Half]] = {
+    ("S", "R"): (_all_gather, _reduce_scatter),
+    ("S", "I"): (_all_gather, _slice),
+    ("S", "N"): (_all_gather, _slice),
+    ("P", "I"): (_all_reduce, _identity),
+    ("P", "N"): (_all_reduce, _identity),
+    ("P", "R"): (_all_reduce, _all_reduce),
+    ("P", "S"): (_reduce_scatter, _all_gather),
+    ("I", "R"): (_identity, _all_reduce),
+    ("R", "I"): (_identity, _first),
+    ("I", "S"): (_slice, _all_gather),
+    ("R", "S"): (_slice, _pad),
+    ("N", "S"): (_slice, _pad),
+    ("I", "P"): (_first, _identity),
+    ("R", "P"): (_first, _first),
+    ("P", "A"): (_times_n, _times_n),
+    ("A", "I"): (_mean, _over_n),
+    ("A", "N"): (_mean, _over_n),
+}
+
+_COLLECTIVE = {
+    _all_gather: "all_gather",
+    _reduce_scatter: "reduce_scatter",
+    _all_reduce: "all_reduce",
+    _mean: "all_reduce",
+}
+
+
+def collectives_of(src: str, dst: str) -> tuple[str | None, str | None]:
+    """The collective that a move makes forward and the one its mate makes backward, None for none."""
+    forward, backward = MOVES[src, dst]
+    return _COLLECTIVE.get(forward), _COLLECTIVE.get(backward)
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, src: str, dst: str, group: AxisGroup, dim: int, size: int) -> Tensor:
+        ctx.how = (src, dst, group, dim, size)
+        return MOVES[src, dst][0](x, group, dim, size)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        src, dst, group, dim, size = ctx.how
+        return MOVES[src, dst][1](grads[0], group, dim, size), None, None, None, None, None
+
+
+def move(x: Tensor, src: str, dst: str, group: AxisGroup, dim: int = 0, size: int = 0) -> Tensor:
+    """Change `x` from kind `src` to `dst` over `group`, with the right mate in backward.
+
+    Arguments:
+        x: this rank's local tensor.
+        src, dst: one letter each, see the table above.
+        dim: the sharded dim where S is involved, non-negative.
+        size: the global length of `dim`.
+    """
+    if src == "N" and dst == "S":
+        return _slice(x, group, dim, size)
+    out: Tensor = _Move.apply(x, src, dst, group, dim, size)
+    return out

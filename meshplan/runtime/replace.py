@@ -1,0 +1,133 @@
+"""Semantic operators in the place of torch calls: settings from the compiler bound to a rank's groups.
+
+The compiler runs the same functions over abstract groups, the run over real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from meshplan.mesh.build import Groups
+from meshplan.ops import norm
+from meshplan.ops.cross_entropy import cross_entropy
+from meshplan.ops.dropout import DropoutStreams, dropout
+from meshplan.ops.dropout_attention import scaled_dot_product_attention
+from meshplan.ops.embedding import embedding
+from meshplan.runtime.comm import chunk_offset, chunk_sizes
+
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]
+
+
+def bind(name: str, settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
+    """A function `(func, args, kwargs) -> Tensor` that stands for the torch call `func(*args, **kwargs)` on this rank.
+
+    Arguments:
+        name: embedding, cross_entropy, split_norm, dropout or attention_dropout.
+        settings: the compiler's, see `Chooser.replacement`.
+        groups: this rank's groups, real or abstract.
+        streams: keys of the dropout calls; None while compiling, where no key matters.
+    """
+    return _BINDERS[name](settings, groups, streams)
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    from meshplan.compiler.rules.semantic import SIGNATURES
+
+    return {**dict(zip(SIGNATURES[func], args, strict=False)), **kwargs}
+
+
+def _embedding(settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
+    group, size = groups.group(*settings["rows"]), settings["size"]
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        a = _named(func, args, kwargs)
+        return embedding(
+            a["input"], a["weight"], group=group, vocab_size=size, padding_idx=a.get("padding_idx"),
+            scale_grad_by_freq=a.get("scale_grad_by_freq", False), max_norm=a.get("max_norm"), sparse=a.get("sparse", False),
+        )  # fmt: skip
+
+    return run
+
+
+def _cross_entropy(settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
+    classes, tokens, size = settings.get("classes", ()), settings.get("tokens", ()), settings["size"]
+    vocab_group = groups.group(*classes) if classes else _alone()
+    count_groups = [groups.group(*tokens)] if tokens else []
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        a = _named(func, args, kwargs)
+        return cross_entropy(
+            a["input"], a["target"], a.get("weight"), vocab_group=vocab_group, vocab_size=size, count_groups=count_groups,
+            ignore_index=a.get("ignore_index", -100), reduction=a.get("reduction", "mean"),
+            label_smoothing=a.get("label_smoothing", 0.0),
+        )  # fmt: skip
+
+    return run
+
+
+def _alone() -> Any:
+    from meshplan.runtime.comm import AxisGroup
+
+    return AxisGroup("none", 1, 0)
+
+
+def _split_norm(settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
+    group, size = groups.group(*settings["normed"]), settings["size"]
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        a = _named(func, args, kwargs)
+        operator = norm.rms_norm if "rms" in func.__name__ else norm.layer_norm
+        given = {"weight": a.get("weight"), "eps": a.get("eps")} | ({"bias": a.get("bias")} if "rms" not in func.__name__ else {})
+        if given["eps"] is None and "rms" not in func.__name__:
+            given["eps"] = 1e-5
+        return operator(a["input"], (size,), group=group, **given)
+
+    return run
+
+
+def offsets_of(shape: Sequence[int], shards: Sequence[tuple[str, int]], groups: Groups) -> list[int]:
+    """First global index of this rank's block on each dim; an axis further in splits what an outer one left."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for axis, dim in shards:
+        group = groups.group(axis)
+        offsets[dim] += chunk_offset(sizes[dim], group.size, group.rank)
+        sizes[dim] = chunk_sizes(sizes[dim], group.size)[group.rank]
+    return offsets
+
+
+def _dropout(settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
+    shape, module = settings["global_shape"], settings["module"]
+    offsets = offsets_of(shape, settings["shards"], groups)
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        a = _named(func, args, kwargs)
+        key = streams.key(module) if streams is not None else 0
+        return dropout(
+            a["input"], a.get("p", 0.5), a.get("training", True), key=key, global_shape=shape, offsets=offsets,
+            inplace=a.get("inplace", False),
+        )  # fmt: skip
+
+    return run
+
+
+def _attention_dropout(settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
+    shape, module = settings["global_shape"], settings["module"]
+    offsets = offsets_of(shape, settings["shards"], groups)
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        key = streams.key(module) if streams is not None else 0
+        return scaled_dot_product_attention(*args, **kwargs, stream=key, global_shape=shape, offsets=offsets)
+
+    return run
+
+
+_BINDERS: dict[str, Callable[[Mapping[str, Any], Groups, DropoutStreams | None], Run]] = {
+    "embedding": _embedding,
+    "cross_entropy": _cross_entropy,
+    "split_norm": _split_norm,
+    "dropout": _dropout,
+    "attention_dropout": _attention_dropout,
+}
