@@ -23,7 +23,8 @@ def reduce_over(groups: Sequence[AxisGroup], value: Tensor) -> Tensor:
 
 def ranks_of(groups: Sequence[AxisGroup]) -> int:
     """Number of ranks that the groups span together."""
-    return math.prod(group.size for group in groups)
+    # A list: dynamo cannot hand a generator to math.prod.
+    return math.prod([group.size for group in groups])
 
 
 def token_mean(
