@@ -102,7 +102,9 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.n):
             ours, theirs = context.Pipe()
-            process: BaseProcess = context.Process(target=serve, args=(rank, theirs, self._store.port, self.backend), daemon=True)
+            process: BaseProcess = context.Process(
+                target=serve, args=(rank, theirs, self._store.port, self.backend), daemon=True
+            )
             process.start()
             theirs.close()
             self._workers.append((process, ours))
