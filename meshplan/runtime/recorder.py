@@ -107,8 +107,8 @@ def record_collectives(device_mesh_names: AxisNames | None = None) -> Iterator[C
     Arguments:
         device_mesh_names: gives the axis name for a tuple of global ranks, or None.
 
-    Barriers carry no data and are left out. Collectives inside a compiled graph are seen when the graph runs them as
-    operators (all of torch's backends do).
+    Barriers carry no data and are left out. Dynamo compiles nothing while a mode is active: a function first called
+    inside the block runs eagerly, and only one that was compiled before shows the order of its compiled graph.
     """
     log = CollectiveLog(device_mesh_names)
     with _Recorder(log):

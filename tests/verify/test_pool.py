@@ -137,8 +137,18 @@ def _abort_on(rank: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def test_ranks_that_hang_or_die_are_named_and_replaced():
+def _fail_beside_a_sleeper() -> None:
+    if dist.get_rank() == 0:
+        raise ValueError("boom")
+    time.sleep(600)
+
+
+def test_ranks_that_hang_or_die_are_named_and_replaced(monkeypatch):
+    monkeypatch.setattr("meshplan.verify.pool.GRACE", 0.5)
     with RankPool(2) as small:
+        small.run(_process)
+        with pytest.raises(ValueError, match="boom"):
+            small.run(_fail_beside_a_sleeper)  # long before the time-out of the call
         small.run(_process)
         with pytest.raises(PlanError, match=r"ranks \[1\] of 2 did not answer") as caught:
             small.run(_hang_on, 1, timeout=3)
