@@ -97,6 +97,7 @@ def _fsdp_over_tp(forward_first: bool):
     if forward_first:
         model.layers[0].unshard()  # as between forward and backward: whole parameters are registered
     init_weights(model, seed=5)
+    model.layers[0].reshard()  # back to the shards, whichever tensors were written to
     return full(model), model.output.weight is model.tok_embeddings.weight
 
 
