@@ -177,13 +177,17 @@ def on_backward_end(callback: Any) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
+def fsdp_was_gathered(group: Any) -> bool:
+    """Whether the parameters of `group` have been gathered at least once, which is when FSDP2 makes the whole ones."""
+    return all(hasattr(p, "_unsharded_param") for p in group.fsdp_params)
+
+
 def fsdp_gradients(group: Any) -> list[Any]:
     """The `FSDPParam`s of `group` that hold a whole gradient now: this backward's, or one kept from earlier ones."""
     return [
         p
         for p in group.fsdp_params
-        if hasattr(p, "_unsharded_param")
-        and (p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None)
+        if p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None
     ]
 
 
@@ -262,3 +266,17 @@ def without_fake_mode() -> Any:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
+
+
+def current_function_mode() -> Any:
+    """The innermost TorchFunctionMode that is on, or None (private in torch 2.11 to 2.13)."""
+    from torch.overrides import _get_current_function_mode
+
+    return _get_current_function_mode()
+
+
+def strided_shard(dim: int, parts: int) -> Any:
+    """The DTensor placement of a dim made of `parts` equal fused parts, each sharded on its own (private `_StridedShard`)."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=parts)

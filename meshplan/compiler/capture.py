@@ -25,6 +25,14 @@ HOST_READS = {
 }  # fmt: skip
 
 
+def name_of(func: Callable[..., Any]) -> str:
+    """A function's name; `T.__get__` for the getter of a tensor attribute."""
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        return f"{getattr(func.__self__, '__name__', '')}.__get__"  # type: ignore[attr-defined]
+    return name
+
+
 @dataclass(frozen=True)
 class Ref:
     """A tensor in a recorded call: the id of its value and its global shape and dtype are in `Trace.values`."""
@@ -48,7 +56,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        return getattr(self.func, "__name__", str(self.func))
+        return name_of(self.func)
 
     @property
     def ins(self) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ def compile_core(
         single = fake_copy(model, mode)
         trace = capture(single, mode, (), _fake_inputs(examples, mode, None))
         result, settled = _until_stable(model, mode, trace, bound, spec, rank, axes, examples, kinds)
-    program = _program(trace, result, settled, axes, examples)
+    program = _program(bound, result, settled, axes, examples)
     return Core(bound, spec, _params(bound, result, axes, kinds), program)
 
 
@@ -129,7 +129,8 @@ def _one_pass(
         return dict(table.get(key, table.get("", {}) if side == "output" else {}))
 
     groups: Groups = abstract_groups(spec, rank)
-    run = Propagation(trace, axes, declared, owners, decisions, Chooser(trace, groups))
+    holders = {p.name: {n.rpartition(".")[0] for n in p.names} for p in bound.params.values()}
+    run = Propagation(trace, axes, declared, owners, holders, decisions, Chooser(trace, groups))
     heard = run.result.timeline.heard
     run.axes = [Axis(a.name, type(a.group)(a.group.axis, a.group.size, a.group.rank, None, heard), a.data) for a in axes]
     run.chooser.groups = abstract_groups(spec, rank, heard)
@@ -158,7 +159,7 @@ def _buffers(module: nn.Module) -> list[Tensor]:
     return list(module.buffers())
 
 
-def _program(trace: Trace, result: Pass, settled: Decisions, axes: list[Axis], examples: dict[str, Example]) -> Program:
+def _program(bound: Bound, result: Pass, settled: Decisions, axes: list[Axis], examples: dict[str, Example]) -> Program:
     first_only = []
     uses = {use: pending.find().needs for use, pending in result.param_use.items()}
     partial = {(name, axis) for (_, name, axis), needs in uses.items() if R in needs}
@@ -170,6 +171,11 @@ def _program(trace: Trace, result: Pass, settled: Decisions, axes: list[Axis], e
             )  # fmt: skip
         if I in needs and (name, axis) in partial:
             # This use's gradient is whole on every rank while another's is partial: rank 0 alone adds it to the sum.
+            if module not in {n.rpartition(".")[0] for n in bound.params[name].names}:
+                raise PlanError(
+                    f"{module or 'the model'} uses {name} of another module, and its gradient there is whole on {axis} while it "
+                    "is partial elsewhere", code="mixed-use", module=module, legal="the use inside the module that holds it",
+                )  # fmt: skip
             first_only.append((module, name, axis))
     boundaries = tuple(
         Boundary(site, move, where is not None or site in settled.implicit, site in result.shared, where or settled.implicit.get(site))
@@ -184,6 +190,7 @@ def _program(trace: Trace, result: Pass, settled: Decisions, axes: list[Axis], e
         events=tuple(result.timeline.events),
         axes=tuple(a.name for a in axes),
         first_only=tuple(first_only),
+        calls=frozenset(result.calls),
     )
 
 

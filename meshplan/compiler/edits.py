@@ -26,13 +26,13 @@ class Edit:
     """The call with this ordinal in its module's own code, with new sizes, redistributed arguments, or replaced.
 
     Attributes:
-        sized: (leaves with None for tensors, structure) of the arguments to use, or None to keep the user's.
+        sized: (leaves, structure, which leaves are tensors) of the arguments to use, or None to keep the user's.
         converts: redistributions as (index of the flattened argument, move), in order.
     """
 
     ordinal: int
     func: str
-    sized: tuple[tuple[Any, ...], Any] | None
+    sized: tuple[tuple[Any, ...], Any, frozenset[int]] | None
     converts: tuple[tuple[int, Move], ...]
     replacement: Replacement | None
     where: Where | None

@@ -57,6 +57,7 @@ class Program:
     events: tuple[Event, ...]
     axes: tuple[str, ...]
     first_only: tuple[tuple[str, str, str], ...]
+    calls: frozenset[tuple[str, str]]
 
 
 @dataclass(frozen=True)

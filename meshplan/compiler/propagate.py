@@ -49,7 +49,7 @@ RANDOM = frozenset(
 
 @dataclass
 class Pass:
-    """What one propagation produced."""
+    """What one propagation produced. `calls` are (caller, callee) module paths."""
 
     moves: list[tuple[Site, Move, Where | None]] = field(default_factory=list)
     edits: dict[str, dict[int, Edit]] = field(default_factory=dict)
@@ -58,6 +58,7 @@ class Pass:
     layouts: list[tuple[str, str, str, tuple[int, ...], list[Kind]]] = field(default_factory=list)
     timeline: Timeline = field(default_factory=Timeline)
     shared: set[Site] = field(default_factory=set)
+    calls: set[tuple[str, str]] = field(default_factory=set)
 
 
 class Propagation(TorchFunctionMode):
@@ -69,11 +70,13 @@ class Propagation(TorchFunctionMode):
         axes: list[Axis],
         declared: Callable[[str, str, str], dict[str, Placement]],
         owners: set[str],
+        holders: dict[str, set[str]],
         decisions: Decisions,
         chooser: Chooser,
     ) -> None:
         super().__init__()
         self.trace, self.axes, self.declared, self.owners = trace, axes, declared, owners
+        self.holders = holders
         self.decisions, self.chooser = decisions, chooser
         self.index = {axis.name: k for k, axis in enumerate(axes)}
         self.result = Pass()
@@ -116,14 +119,16 @@ class Propagation(TorchFunctionMode):
         values = tuple(self.info(x).value for x in leaves if isinstance(x, Tensor))
         if expected != (path, values):
             raise self.diverged(f"module {path or '(model)'} is called where the single device calls {expected[0] or '(model)'}")
+        self.result.timeline.enter(path, any(isinstance(x, Tensor) and x.requires_grad for x in leaves))
         keys = argument_keys(module, args, kwargs)
         moved = [
             self.at_site(x, Site("input", path, key), self.declared(path, "input", key)) if isinstance(x, Tensor) else x
             for key, x in zip(keys, leaves, strict=True)
         ]
+        if self.frames.stack:
+            self.result.calls.add((self.stack.path, path))
         frame = self.frames.enter(path)
         self.stack.enter(path)
-        self.result.timeline.enter(path)
         for key, x in zip(keys, moved, strict=True):
             if isinstance(x, Tensor):
                 frame.inputs[id(x)] = key
@@ -149,7 +154,7 @@ class Propagation(TorchFunctionMode):
             moved.append(x)
         self.frames.leave()
         self.stack.leave()
-        self.result.timeline.leave(path)
+        self.result.timeline.leave(path, any(isinstance(x, Tensor) and x.requires_grad for x in moved))
         if self.frames.stack:
             for key, x in zip(keys, moved, strict=True):
                 if isinstance(x, Tensor):
@@ -310,7 +315,7 @@ class Propagation(TorchFunctionMode):
         info = self.info(x)
         if self.frames.stack and id(x) in self.frames.stack[-1].inputs:
             return Site("input", self.stack.path, self.frames.stack[-1].inputs[id(x)])
-        if info.param is not None:
+        if info.param is not None and self.stack.path in self.holders[info.param]:
             return Site("param", self.stack.path, info.param)
         produced = self.frames.output_of(x)
         if produced and P in info.kinds:
@@ -493,8 +498,7 @@ class Propagation(TorchFunctionMode):
             tensors = [x for x in leaves if isinstance(x, Tensor)]
             for i, t in zip(refs, tensors, strict=True):
                 run[i] = t
-            sized = tuple(None if isinstance(x, Tensor) else x for x in run)
-            return run, new_structure, True, (sized, new_structure)
+            return run, new_structure, True, _slotted(run, new_structure)
         if rec.name == "__getitem__":
             x = leaves[0]
             shape = self.trace.values[rec.leaves[0].value].shape
@@ -509,7 +513,7 @@ class Propagation(TorchFunctionMode):
         same = all(isinstance(x, Tensor) or same_constant(x, y) for x, y in zip(leaves, rec.leaves, strict=True))
         if same:
             return leaves, structure, False, None
-        return run, rec.structure, True, (tuple(None if isinstance(x, Tensor) else x for x in run), rec.structure)
+        return run, rec.structure, True, _slotted(run, rec.structure)
 
     def _split_sizes(self, rec: Call, local: list[tuple[int, ...]]) -> list[int] | None:
         if "split" not in rec.name:
@@ -594,6 +598,12 @@ class Propagation(TorchFunctionMode):
             code="no-rule", where=rec.where, module=rec.module,
             legal="another dim for that parameter, or R",
         )  # fmt: skip
+
+
+def _slotted(leaves: list[Any], structure: Any) -> tuple[tuple[Any, ...], Any, frozenset[int]]:
+    """Arguments as a template: constants, and the places where tensors go."""
+    slots = frozenset(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
+    return tuple(None if i in slots else x for i, x in enumerate(leaves)), structure, slots
 
 
 def _with_tensors(index: Any, trace: Trace) -> Any:

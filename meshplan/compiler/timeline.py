@@ -55,11 +55,13 @@ class Timeline:
     def heard(self, op: str, group: AxisGroup, full: Tensor) -> None:
         self._heard.append(Sent(op, group.axis, group.size, full.numel(), str(full.dtype).removeprefix("torch.")))
 
-    def enter(self, path: str) -> None:
-        self.events.append(Event("enter", path))
+    def enter(self, path: str, grad: bool) -> None:
+        """A module begins; `grad`: one of its inputs needs a gradient."""
+        self.events.append(Event("enter", path, grad=grad))
 
-    def leave(self, path: str) -> None:
-        self.events.append(Event("leave", path))
+    def leave(self, path: str, grad: bool) -> None:
+        """A module ends; `grad`: one of its outputs needs a gradient."""
+        self.events.append(Event("leave", path, grad=grad))
 
     def saved(self) -> None:
         if self.events and self.events[-1].what == "saved":

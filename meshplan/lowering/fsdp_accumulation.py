@@ -123,6 +123,8 @@ class _Around:
 
     def __call__(self, *unused: Any) -> None:
         self.sharded.begin()
+        if not compat.fsdp_was_gathered(self.group):
+            return  # never used so far; FSDP2 would look for gradients on parameters that do not exist yet
         covered = self.sharded.before_reduce(self.group)
         self.inner()
         self.sharded.after_reduce(self.group, covered)

@@ -12,8 +12,9 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import DocumentStartEvent, NodeEvent, ScalarEvent
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent, DocumentStartEvent, NodeEvent, ScalarEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from meshplan.errors import PlanError, Where
 from meshplan.plan.patterns import nearest
@@ -73,7 +74,7 @@ def dump_plan(plan: Plan) -> str:
         if key == "rules":
             top[key] = CommentedSeq([_flow(rule) for rule in value])
         elif key == "inputs":
-            top[key] = CommentedMap((name, _flow(item)) for name, item in value.items())
+            top[key] = CommentedMap((_text(name), _flow(item)) for name, item in value.items())
         else:
             top[key] = _flow(value)
     yaml = YAML(typ="rt", pure=True)
@@ -96,13 +97,21 @@ def _flow(value: Any) -> Any:
     """`value` with every collection marked to be written inline."""
     out: CommentedMap | CommentedSeq
     if isinstance(value, dict):
-        out = CommentedMap((key, _flow(item)) for key, item in value.items())
+        out = CommentedMap((_text(key), _flow(item)) for key, item in value.items())
     elif isinstance(value, list):
         out = CommentedSeq([_flow(item) for item in value])
     else:
-        return value
+        return _text(value) if isinstance(value, str) else value
     out.fa.set_flow_style()
     return out
+
+
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.*()/-]*")
+
+
+def _text(value: str) -> str:
+    """`value`, quoted unless it is a simple word: ruamel leaves `?0` and `:0` bare inside `{}`, and cannot read them."""
+    return value if _PLAIN.fullmatch(value) else DoubleQuotedScalarString(value)
 
 
 def _shipped() -> dict[str, Any]:
@@ -137,21 +146,23 @@ class _Reader:
     def read(self) -> Any:
         try:
             # Events first: the composed tree no longer tells an explicit tag from the one a value has anyway.
+            depth = 0
             for event in YAML(typ="safe", pure=True).parse(self.text):
-                self._check_event(event)
+                depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+                self._check_event(event, depth)
             root = self.yaml.compose(self.text)
         except MarkedYAMLError as error:
             message = " ".join(part for part in (error.context, error.problem) if part)
             raise self._error(f"not YAML: {message}", "yaml-syntax", error.problem_mark or error.context_mark) from None
         except YAMLError as error:
             raise self._error(f"not YAML: {str(error).splitlines()[0]}", "yaml-syntax", None) from None
-        except RecursionError:
-            raise self._error("the plan is nested too deeply", "yaml-limit", None) from None
         if root is None:
             raise self._error("the plan file is empty", "missing-key", None, legal="mesh: {tp: 2}")
         return self._value(root, ())
 
-    def _check_event(self, event: Any) -> None:
+    def _check_event(self, event: Any, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise self._error(f"the plan is nested deeper than {MAX_DEPTH}", "yaml-limit", event.start_mark)
         if isinstance(event, DocumentStartEvent) and event.version not in (None, (1, 2)):
             raise self._error("a plan is YAML 1.2", "yaml-syntax", event.start_mark, legal="no %YAML directive")
         tag = getattr(event, "tag", None)
@@ -164,7 +175,7 @@ class _Reader:
         self.nodes += 1
         if self.nodes > MAX_NODES:
             raise self._error(f"the plan has more than {MAX_NODES} values", "yaml-limit", node.start_mark)
-        if len(path) > MAX_DEPTH:
+        if len(path) > MAX_DEPTH:  # which only an alias inside its own anchor still reaches
             raise self._error(f"the plan is nested deeper than {MAX_DEPTH}", "yaml-limit", node.start_mark)
         if isinstance(node, MappingNode):
             out: dict[Any, Any] = {}

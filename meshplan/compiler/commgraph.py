@@ -1,0 +1,252 @@
+"""The comm graph: every collective of one step in program order, worked out from the forward's timeline.
+
+Autograd runs nodes in the reverse of their creation, so a boundary's mate comes when the walk back over the timeline
+passes it; FSDP2's hooks fire where the walk enters and leaves its units; a recomputed unit's forward repeats, up to the last
+tensor it saved, where the walk first needs something saved in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshplan.compiler.fsdp_schedule import FsdpPolicy, FsdpUnit, Point, fsdp_events
+from meshplan.compiler.fsdp_units import fsdp_units
+from meshplan.compiler.lowered import Core, ParamPlan
+from meshplan.compiler.timeline import Event, Sent
+from meshplan.mesh.spec import MeshSpec
+from meshplan.plan.placements import Shard
+from meshplan.runtime.comm import chunk_sizes
+from meshplan.runtime.recorder import wire_bytes
+
+DATA = ("dp_replicate", "dp_shard", "cp")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a step. `what` is the boundary's side, `fsdp`, `operator` or `gradients`."""
+
+    phase: str
+    op: str
+    axis: str
+    ranks_per_group: int
+    dtype: str
+    elements: int
+    module: str
+    tensor: str
+    what: str
+    where: str
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * getattr(torch, self.dtype).itemsize
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "phase": self.phase, "op": self.op, "axis": self.axis, "ranks_per_group": self.ranks_per_group, "count": 1,
+            "dtype": self.dtype, "elements": self.elements, "bytes": self.bytes,
+            "wire_bytes": wire_bytes(self.op, self.bytes, self.ranks_per_group), "module": self.module, "tensor": self.tensor,
+            "what": self.what, "where": self.where,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the walk needs beside the timeline: FSDP's units and policy (None without), and the recomputed units."""
+
+    units: tuple[FsdpUnit, ...]
+    policy: FsdpPolicy | None
+    recompute: frozenset[str]
+
+
+def fsdp_of(model: nn.Module, core: Core) -> tuple[tuple[FsdpUnit, ...], FsdpPolicy | None]:
+    """The FSDP units of a core and their policy; none where parameters are not sharded over data axes."""
+    section, spec = core.bound.plan.fsdp, core.spec
+    if section is None or section.strategy == "ddp" or spec.degree(*DATA) == 1:
+        return (), None
+    shard, copies = spec.degree("dp_shard", "cp"), spec.degree("dp_replicate")
+    by_id = {id(p): name for name, p in model.named_parameters()}
+    dims = core.bound.shard_dims
+    units = fsdp_units(
+        model, core.bound.fsdp_units, shard=shard, strategy=section.strategy,  # type: ignore[arg-type]
+        reshard_after_forward=section.reshard_after_forward,
+        shard_dim_of=(lambda p: dims.get(by_id.get(id(p), ""))) if dims else None,
+        local_shape_of=lambda name, p: local_param_shape(core.params[name], spec, 0),
+        unused=frozenset(n for n, p in core.params.items() if not p.reduce),
+    )  # fmt: skip
+    policy = FsdpPolicy(section.strategy, shard, copies if copies > 1 else None, section.param_dtype, section.reduce_dtype)  # type: ignore[arg-type]
+    return units, policy
+
+
+def local_param_shape(param: ParamPlan, spec: MeshSpec, rank: int) -> tuple[int, ...]:
+    """Shape of a parameter on `rank` after tensor parallelism, before FSDP."""
+    shape = list(param.shape)
+    for axis, shard in param.shards:
+        at, n = spec.coord(rank, axis), spec.degree(axis)
+        shape[shard.dim] = _cut(shape[shard.dim], shard, n, at)
+    return tuple(shape)
+
+
+def _cut(size: int, shard: Shard, n: int, at: int) -> int:
+    return sum(chunk_sizes(piece, n)[at] for piece in (shard.parts or (size,)))
+
+
+class Walk:
+    """One forward and backward over the timeline."""
+
+    def __init__(self, core: Core, step: Step, rank: int) -> None:
+        self.core, self.step, self.rank = core, step, rank
+        self.events = core.program.events
+        self.unit_paths = {u.path for u in step.units}
+        self.ends = self._spans()
+        self.points: list[Point] = []
+        self.out: list[Collective | int] = []  # an int stands for what FSDP sends at that point
+
+    def _spans(self) -> dict[int, int]:
+        """Index of each module's "leave" by the index of its "enter"."""
+        spans, stack = {}, []
+        for i, e in enumerate(self.events):
+            if e.what == "enter":
+                stack.append(i)
+            elif e.what == "leave":
+                spans[stack.pop()] = i
+        return spans
+
+    def run(self) -> list[Collective]:
+        """All collectives of the step, in order."""
+        self._forward(0, len(self.events), "forward", recompute=False)
+        self._backward(0, len(self.events))
+        if self.step.policy is not None:
+            self._point("end_backward", "", False, True)
+        self.out += list(self._gradients())
+        return self._resolved()
+
+    def _resolved(self) -> list[Collective]:
+        if self.step.policy is None:
+            return [c for c in self.out if isinstance(c, Collective)]
+        sent = fsdp_events(self.step.units, self.step.policy, self.points)
+        done: list[Collective] = []
+        back = False
+        for item in self.out:
+            if isinstance(item, Collective):
+                done.append(item)
+                continue
+            point = self.points[item]
+            back = back or point.hook in ("pre_backward", "post_backward", "end_backward") or point.recompute
+            for call in sent[item].calls:
+                axis = self._data_axis(call.axis)
+                name = str(call.dtype).removeprefix("torch.")
+                shown = f"{len(call.params)} parameters"
+                done.append(Collective(
+                    "backward" if back else "forward", call.op, axis, call.ranks_per_group, name, call.elements, call.unit, shown,
+                    "fsdp", "",
+                ))  # fmt: skip
+        return done
+
+    def _data_axis(self, axis: str) -> str:
+        if axis == "dp_shard" and self.core.spec.degree("cp") > 1:
+            return "+".join(a for a in ("dp_shard", "cp") if self.core.spec.degree(a) > 1)
+        return axis
+
+    def _point(self, hook: str, unit: str, recompute: bool, grads: bool) -> None:
+        self.out.append(len(self.points))
+        self.points.append(Point(hook, unit, recompute, grads))  # type: ignore[arg-type]
+
+    def _forward(self, start: int, end: int, phase: str, recompute: bool) -> None:
+        for e in self.events[start:end]:
+            if e.what in ("enter", "leave"):
+                if e.module in self.unit_paths:
+                    self._point("pre_forward" if e.what == "enter" else "post_forward", e.module, recompute, True)
+            for sent in e.forward:
+                self.out.append(_collective(phase, sent, e))
+
+    def _backward(self, start: int, end: int) -> None:
+        i = end - 1
+        starts = {leave: enter for enter, leave in self.ends.items()}
+        while i >= start:
+            e = self.events[i]
+            if e.what == "leave" and e.module in self.step.recompute:
+                self._recomputed(starts[i], i)
+                i = starts[i] - 1
+                continue
+            self._passed(e, i)
+            i -= 1
+
+    def _passed(self, e: Event, i: int) -> None:
+        if e.what == "leave" and e.module in self.unit_paths and e.grad:
+            self._point("pre_backward", e.module, False, True)
+        elif e.what == "enter" and e.module in self.unit_paths and e.grad:
+            self._point("post_backward", e.module, False, True)
+        for sent in e.backward:
+            self.out.append(_collective("backward", sent, e))
+
+    def _recomputed(self, enter: int, leave: int) -> None:
+        """Backward of a recomputed unit: mates after its last saved tensor, its forward again up to there, the rest."""
+        last = max((j for j in range(enter, leave) if self.events[j].what == "saved"), default=enter)
+        self._passed(self.events[leave], leave)
+        self._backward(last + 1, leave)
+        # The unit's own hooks stand outside the recompute; hooks of units inside it run again.
+        self._forward(enter + 1, last + 1, "backward", recompute=True)
+        self._backward(enter + 1, last + 1)
+        self._passed(self.events[enter], enter)
+
+    def _gradients(self) -> Iterator[Collective]:
+        """Reductions after backward: see runtime/gradients.py, which packs the same buckets."""
+        from meshplan.runtime.gradients import bucket_sizes
+
+        core, fsdp = self.core, self.step.policy
+        found: dict[tuple[tuple[str, ...], bool], list[ParamPlan]] = {}
+        for plan in core.params.values():
+            if plan.requires_grad:
+                sums = tuple(a for a in plan.reduce if a not in DATA)
+                means = fsdp is None and any(a in DATA for a in plan.reduce)
+                if sums or means:
+                    found.setdefault((sums, means), []).append(plan)
+        for (sums, means), plans in found.items():
+            sizes = [(self._gradient_elements(p), p.dtype) for p in plans]
+            for count, elements, dtype in bucket_sizes(sizes):
+                shown = f"{count} gradients"
+                for axis in sums:
+                    yield Collective("backward", "all_reduce", axis, core.spec.degree(axis), dtype, elements, "", shown, "gradients", "")
+                if means:
+                    axis = "+".join(a for a in DATA if core.spec.degree(a) > 1)
+                    yield Collective("backward", "all_reduce", axis, core.spec.degree(*DATA), dtype, elements, "", shown, "gradients", "")
+
+    def _gradient_elements(self, p: ParamPlan) -> int:
+        shape = list(local_param_shape(p, self.core.spec, self.rank))
+        if self.step.policy is not None:
+            dims = {q.name: q.shard_dim for u in self.step.units for q in u.params}
+            n = self.step.policy.shard
+            at = self.core.spec.coord(self.rank, "dp_shard", "cp")
+            shape[dims[p.name]] = chunk_sizes(shape[dims[p.name]], n)[at]
+        total = 1
+        for s in shape:
+            total *= s
+        return total
+
+
+def _collective(phase: str, sent: Sent, e: Event) -> Collective:
+    side = e.site.side if e.site else "operator"
+    key = e.site.key if e.site else e.move
+    return Collective(
+        phase, sent.op, sent.axis, sent.ranks, sent.dtype, sent.elements, e.module, key, side, str(e.where or "")
+    )
+
+
+def collectives(model: nn.Module, core: Core, rank: int = 0) -> list[Collective]:
+    """The collectives of one training step of `core`, as `rank` makes them. `model` is the single-device module."""
+    units, policy = fsdp_of(model, core)
+    step = Step(units, policy, frozenset(core.bound.recompute_units))
+    return Walk(core, step, rank).run()
+
+
+def totals(sent: Sequence[Collective]) -> dict[tuple[str, str], tuple[int, int]]:
+    """(count, bytes) by (axis, op)."""
+    out: dict[tuple[str, str], tuple[int, int]] = {}
+    for c in sent:
+        n, b = out.get((c.axis, c.op), (0, 0))
+        out[c.axis, c.op] = (n + 1, b + c.bytes)
+    return out

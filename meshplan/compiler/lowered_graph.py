@@ -1,0 +1,218 @@
+"""`Lowered`: what a user reads of a lowered program, as objects, as a graph, as text and as a dict."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from functools import cached_property
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import nn
+
+from meshplan.compiler.commgraph import Collective, collectives, fsdp_of, local_param_shape
+from meshplan.compiler.compile import compile_core
+from meshplan.compiler.kinds import user_letter
+from meshplan.compiler.lowered import Core
+from meshplan.mesh.spec import MeshSpec
+from meshplan.mesh.topology import Topology, warnings
+from meshplan.plan.plan import Plan
+from meshplan.plan.shorthands import expand
+from meshplan.runtime.comm import chunk_sizes
+
+
+class Lowered:
+    """One plan lowered for one model and world. Attributes are worked out when asked for.
+
+    Attributes:
+        core: the compiler's result.
+        plan: the plan.
+        rank: whose program it is (ranks differ only where shards are uneven).
+    """
+
+    def __init__(self, model: nn.Module, core: Core, rank: int = 0, keep: bool = True) -> None:
+        self.core, self.rank = core, rank
+        self.name = type(model).__name__
+        self._model = meta_copy(model) if keep else model
+
+    @property
+    def plan(self) -> Plan:
+        return self.core.bound.plan
+
+    @property
+    def pristine(self) -> nn.Module:
+        """The single-device model on meta, for lowering again."""
+        return self._model
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        """Every collective of one training step, in program order (counted)."""
+        return collectives(self._model, self.core, self.rank)
+
+    @cached_property
+    def placements(self) -> list[dict[str, Any]]:
+        """For every parameter: name, global shape, this rank's shape between steps, and its layout by axis."""
+        units, policy = fsdp_of(self._model, self.core)
+        cuts = {p.name: p.shard_dim for u in units for p in u.params}
+        out = []
+        for name, p in self.core.params.items():
+            layout = {axis: str(shard) for axis, shard in p.shards}
+            shape = list(local_param_shape(p, self.core.spec, self.rank))
+            if policy is not None and policy.shard > 1:
+                dim = cuts[name]
+                layout = {a: f"S({dim})" for a in ("dp_shard", "cp") if self.core.spec.degree(a) > 1} | layout
+                shape[dim] = chunk_sizes(shape[dim], policy.shard)[self.core.spec.coord(self.rank, "dp_shard", "cp")]
+            layout |= {a: "R" for a, n in self.core.spec.axes if n > 1 and a not in layout}
+            out.append({
+                "name": name, "shape": list(p.shape), "local_shape": shape, "dtype": p.dtype, "layout": layout,
+                "gradient": {a: "partial" for a in p.reduce},
+            })  # fmt: skip
+        return out
+
+    @cached_property
+    def regions(self) -> dict[str, str]:
+        """How each split module subtree runs: all of a lowered program runs on local tensors."""
+        split = {p.name.rpartition(".")[0] for p in self.core.params.values() if p.shards}
+        return {path: "local" for path in sorted(split)}
+
+    @cached_property
+    def graph(self) -> nx.DiGraph:
+        """Collectives (nodes 0, 1, ... in program order, with their fields) between modules (nodes by path)."""
+        graph = nx.DiGraph()
+        previous = None
+        for i, c in enumerate(self.collectives):
+            graph.add_node(i, kind="collective", **c.to_json())
+            graph.add_node(c.module, kind="module")
+            graph.add_edge(c.module, i, kind="makes")
+            if previous is not None:
+                graph.add_edge(previous, i, kind="then")
+            previous = i
+        return graph
+
+    def to_json(self) -> dict[str, Any]:
+        """The dict that `meshplan explain --json` prints; see the package documentation for its keys."""
+        spec, program = self.core.spec, self.core.program
+        units, _ = fsdp_of(self._model, self.core)
+        return {
+            "model": self.name,
+            "world_size": spec.world_size,
+            "node_size": Topology().node_size,
+            "mesh": dict(spec.axes),
+            "inputs": {
+                name: {"shape": list(key[0][0]), "dtype": key[0][1].removeprefix("torch."), "place": self._place(name)}
+                for name, key in program.signature if len(key) == 1 and isinstance(key[0], tuple)
+            },
+            "placements": self.placements,
+            "regions": self.regions,
+            "boundaries": [
+                {
+                    "module": b.site.module, "side": b.site.side, "tensor": b.site.key, "axis": b.move.axis,
+                    "from": _shown(b.move.src_kind), "to": _shown(b.move.dst_kind), "where": str(b.where or ""), "implicit": b.implicit,
+                }
+                for b in program.boundaries
+            ],
+            "edits": [
+                {"module": path, "call": e.func, "ordinal": n, "sizes": e.sized is not None,
+                 "operator": e.replacement.name if e.replacement else None, "where": str(e.where or "")}
+                for path, edits in program.edits.items() for n, e in sorted(edits.items())
+            ],
+            "collectives": [c.to_json() for c in self.collectives],
+            "fsdp_units": [
+                {"module": u.path, "params": sum(_numel(p.local_shape) for p in u.params),
+                 "bytes": sum(_numel(p.local_shape) * p.dtype.itemsize for p in u.params)}
+                for u in units
+            ],
+            "rules": self._rules(),
+            "warnings": [str(w.message) for w in warnings(spec, Topology())],
+            "notes": self.notes,
+            "conditions": self.conditions,
+            "counts": {},
+        }  # fmt: skip
+
+    @property
+    def notes(self) -> list[str]:
+        """What the reader should know that no line of the graph shows."""
+        implicit = sum(b.implicit and "call" == b.site.side for b in self.core.program.boundaries)
+        return [f"{implicit} redistributions stand in the middle of a module's code"] if implicit else []
+
+    @property
+    def conditions(self) -> list[str]:
+        """Divisibility on which this program rests."""
+        out = []
+        for name, n in self.core.spec.axes:
+            if n > 1 and any(a == name for p in self.core.params.values() for a, _ in p.shards):
+                out.append(f"sizes of dims split on {name} divide by {n}, or are cut unevenly as listed")
+        return out
+
+    def explain(self, verbose: int = 0, width: int = 100, color: bool = False) -> str:
+        """The comm graph as text that fits `width` columns."""
+        from meshplan.report.text import explain_text
+
+        return explain_text(self.to_json(), verbose=verbose, width=width, color=color)
+
+    def facts(self) -> dict[str, str]:
+        """What ranks compare, by topic; only differing topics are named in an error."""
+        program = self.core.program
+        return {
+            "plan": hashlib.sha256(self.plan.to_yaml().encode()).hexdigest(),
+            "inputs": repr(program.signature),
+            "parameters": hashlib.sha256(repr([(p.name, p.shape, p.dtype, p.shards) for p in self.core.params.values()]).encode()).hexdigest(),
+            "boundaries": hashlib.sha256(repr([(b.site, b.move.axis, b.move.src, b.move.dst) for b in program.boundaries]).encode()).hexdigest(),
+        }  # fmt: skip
+
+    def program_hash(self) -> str:
+        return hashlib.sha256(json.dumps(self.facts(), sort_keys=True).encode()).hexdigest()
+
+    def _place(self, name: str) -> dict[str, str]:
+        item = self.core.bound.inputs.get(name)
+        return {axis: str(p) for axis, p in item.place.items()} if item else {}
+
+    def _rules(self) -> list[dict[str, Any]]:
+        out = []
+        for rule, paths in self.core.bound.matches:
+            shown = expand(rule, self._model.get_submodule(paths[0])) if paths else rule
+            out.append({**shown.to_dict(), "was": rule.use or "", "matches": list(paths)})
+        return out
+
+
+def _shown(kind: Any) -> str:
+    return user_letter(kind) if str(kind) != "I" else "R"
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for s in shape:
+        total *= s
+    return total
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A deep copy of `model` on the meta device: no storage, ties and shared modules kept."""
+    memo: dict[int, object] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = torch.empty_like(b, device="meta")
+    from meshplan import compat
+
+    for module in model.modules():
+        for value in module.__dict__.values():
+            if isinstance(value, (torch.Generator, *compat.UNCOPYABLE)):
+                memo[id(value)] = value
+    return copy.deepcopy(model, memo)
+
+
+def lower(model: nn.Module, plan: Plan, world_size: int, inputs: Any = None, *, rank: int = 0) -> Lowered:
+    """Lower `plan` for `world_size` ranks: anywhere, without a process group or a GPU; `model` may be on meta and is not
+    changed.
+
+    Arguments:
+        inputs: global example inputs that add to the plan's, by name or in order.
+        rank: whose program to derive.
+
+    Raises PlanError with the user's line; see `meshplan.compiler.compile.compile_core`.
+    """
+    spec = MeshSpec.resolve(plan.mesh, world_size)
+    return Lowered(model, compile_core(model, plan, spec, inputs, rank), rank, keep=False)

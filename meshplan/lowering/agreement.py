@@ -1,0 +1,68 @@
+"""Ranks agree, through the store and never through a collective, on the program they run and on each call's inputs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from meshplan import compat
+from meshplan.compiler.lowered_graph import Lowered
+from meshplan.errors import PlanError
+from meshplan.mesh.agree import agree
+from meshplan.runtime.session import Signature
+
+
+def agree_on(lowered: Lowered | None, failed: PlanError | None, tag: str) -> None:
+    """Raise on every rank if one failed to lower or lowered another program. A rank that failed raises its own error."""
+    facts = lowered.facts() if lowered is not None else {}
+    digest = lowered.program_hash() if lowered is not None else "none"
+    try:
+        agree(
+            compat.default_store(), dist.get_rank(), dist.get_world_size(), program_hash=digest, facts=facts,
+            error=None if failed is None else str(failed), tag=tag,
+        )  # fmt: skip
+    except PlanError:
+        if failed is not None:
+            raise failed from None
+        raise
+
+
+def signature_check(world: int, rank: int, timeout_s: float = 60.0) -> Callable[[Signature], None]:
+    """A function each rank calls before a forward with its inputs' signature; it raises on all ranks if they differ.
+
+    Two store round trips a call on most ranks; rank 0 reads one key a rank.
+    """
+    if world == 1:
+        return lambda signature: None
+    store = dist.PrefixStore("meshplan-inputs", compat.default_store())
+    store.set_timeout(timedelta(seconds=timeout_s))
+    turn = 0
+
+    def check(signature: Signature) -> None:
+        nonlocal turn
+        turn += 1
+        text = repr(signature)
+        store.set(f"{turn}/{rank}", text)
+        if rank == 0:
+            texts = [store.get(f"{turn}/{r}").decode() for r in range(world)]
+            groups: dict[str, list[int]] = {}
+            for r, t in enumerate(texts):
+                groups.setdefault(t, []).append(r)
+            store.set(f"{turn}/verdict", json.dumps([] if len(groups) == 1 else list(groups.items())))
+            for r in range(world):
+                store.delete_key(f"{turn - 1}/{r}")
+        verdict: list[Any] = json.loads(store.get(f"{turn}/verdict").decode())
+        if verdict:
+            shown = "; ".join(f"ranks {ranks}: {_brief(t)}" for t, ranks in verdict)
+            raise PlanError(f"ranks were called with different inputs: {shown}", code="inputs-differ", legal="equal local shapes")
+
+    return check
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= 300 else text[:300] + f"... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"

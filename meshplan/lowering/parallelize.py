@@ -1,0 +1,250 @@
+"""`parallelize`: a single-device module and a plan become this rank's part of the program, ready to train."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshplan import compat
+from meshplan.compiler.compile import DATA_AXES, compile_core
+from meshplan.compiler.frames import argument_keys
+from meshplan.compiler.lowered import Core
+from meshplan.compiler.lowered_graph import Lowered
+from meshplan.errors import PlanError
+from meshplan.lowering.agreement import agree_on, signature_check
+from meshplan.lowering.fsdp import apply_fsdp
+from meshplan.lowering.recompute import recompute_arounds
+from meshplan.lowering.tensor import bind_program, distribute_parameters
+from meshplan.mesh.build import BuiltMesh, Groups, abstract_groups, build_groups
+from meshplan.mesh.rankmap import log_rank_map
+from meshplan.mesh.spec import MeshSpec
+from meshplan.ops.dropout import DropoutStreams
+from meshplan.plan.plan import Plan
+from meshplan.runtime.batch import remember
+from meshplan.runtime.gradients import Gradients, Reduction
+from meshplan.runtime.init import init_weights
+from meshplan.runtime.meta import materialise
+from meshplan.runtime.session import Session, Signature, signature_of
+
+log = logging.getLogger("meshplan")
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any = None,
+    *,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    regions: str | None = None,
+) -> nn.Module:
+    """Lower `model` onto the ranks of the default process group, in place, and return it.
+
+    Arguments:
+        model: an ordinary single-device module with equal parameters on every rank, or on the meta device (then it is
+            materialised and initialised from `seed`).
+        inputs: global example inputs (by name, or in order) that add to the plan's: tensors, `Input`s, constants.
+        seed: of dropout, and of the initial values of a meta model; the same on any mesh.
+        device: where a meta model is materialised; default: CUDA under a CUDA backend, else the CPU.
+        regions: overrides the plan's `regions`.
+
+    Without a process group the world is this one process.
+
+    Raises PlanError on every rank before the first collective: what `meshplan.lower` raises, `optimizer-built` where an
+    optimizer already holds the parameters, `ranks-differ`, `rank-failed`, `rank-missing`.
+    """
+    real = dist.is_available() and dist.is_initialized()
+    world, rank = (dist.get_world_size(), dist.get_rank()) if real else (1, 0)
+    failed: PlanError | None = None
+    lowered: Lowered | None = None
+    try:
+        _refuse_twice(model)
+        _refuse_regions(regions or plan.regions)
+        spec = MeshSpec.resolve(plan.mesh, world)
+        core = compile_core(model, plan, spec, inputs, rank)
+        lowered = Lowered(model, core)
+        _refuse_optimizers(model)
+    except PlanError as error:
+        failed = error
+    if real and dist.get_backend() != "fake":
+        agree_on(lowered, failed, "program")
+    if failed is not None or lowered is None:
+        raise failed or AssertionError("no program and no error")
+    core, spec = lowered.core, lowered.core.spec
+    device_type = _device_type(real)
+    groups: Groups = build_groups(spec, device_type, _axes_sets(core)) if real else abstract_groups(spec, rank)
+    log_rank_map(spec, rank)
+    tensor_axes = tuple(name for name, n in spec.axes if n > 1 and name not in DATA_AXES and name != "pp")
+    meta = any(p.is_meta for p in model.parameters())
+    if isinstance(groups, BuiltMesh):
+        distribute_parameters(model, core, groups, tensor_axes)
+    streams = DropoutStreams(seed)
+    arounds = recompute_arounds(core.bound, streams)
+    session = _session(model, core, groups, streams, lowered, inputs, world, rank, real)
+    if "" in arounds:
+        inner = arounds[""]
+        arounds[""] = lambda run, args, kwargs: session.around(lambda *a, **k: inner(run, a, k), args, kwargs)
+    else:
+        arounds[""] = session.around
+
+    def install(new: Core) -> None:
+        bind_program(model, new, groups, streams, arounds, bool(tensor_axes))
+
+    session.install = install
+    install(core)
+    model.__dict__["_meshplan_session"] = session
+    remember(session)
+    _apply_data(model, core, groups)
+    if meta:
+        materialise(model, device or device_type)
+        init_weights(model, seed)
+    session.gradients.reductions = [r for r in reductions(model, core, groups) if r.params]
+    for path in core.bound.compile_units:
+        section = plan.compile
+        model.get_submodule(path).compile(backend=section.backend, fullgraph=section.fullgraph)  # type: ignore[union-attr]
+    return model
+
+
+def _refuse_twice(model: nn.Module) -> None:
+    if "_meshplan_session" in model.__dict__:
+        raise PlanError("this model is parallelised already", code="already-parallelized", legal="a fresh model")
+
+
+def _refuse_regions(regions: str) -> None:
+    if regions != "auto":
+        raise PlanError(f"regions {regions!r} are not lowered in this version", code="regions-not-lowered", legal="auto")
+
+
+def _refuse_optimizers(model: nn.Module) -> None:
+    """An optimizer built before would step tensors that the model no longer uses."""
+    import gc
+
+    mine = {id(p) for p in model.parameters()}
+    for found in gc.get_objects():
+        if isinstance(found, torch.optim.Optimizer):
+            held = [p for g in found.param_groups for p in g["params"] if id(p) in mine]
+            if held:
+                raise PlanError(
+                    f"an optimizer ({type(found).__name__}) already holds {len(held)} of this model's parameters; after lowering "
+                    "it would update tensors that the model no longer uses", code="optimizer-built",
+                    legal="build the optimizer after parallelize, from model.parameters()",
+                )  # fmt: skip
+
+
+def _device_type(real: bool) -> str:
+    return "cuda" if real and "nccl" in dist.get_backend() and torch.cuda.is_available() else "cpu"
+
+
+def _axes_sets(core: Core) -> list[tuple[str, ...]]:
+    """Every set of axes whose flattened group the run will ask for."""
+    sets: list[tuple[str, ...]] = [("dp_replicate", "dp_shard", "cp"), ("dp_shard", "cp"), ("tp",)]
+    for edits in core.program.edits.values():
+        for edit in edits.values():
+            if edit.replacement:
+                sets += [v for k, v in edit.replacement.settings if k in ("rows", "classes", "tokens", "normed") and len(v) > 1]
+    return list(dict.fromkeys(sets))
+
+
+def _apply_data(model: nn.Module, core: Core, groups: Groups) -> None:
+    section = core.bound.plan.fsdp
+    if section is None or section.strategy == "ddp" or not isinstance(groups, BuiltMesh):
+        return
+    spec = core.spec
+    if spec.degree("dp_replicate", "dp_shard", "cp") == 1:
+        return
+    shard: Any = ("dp_shard", "cp")
+    mesh = groups.mesh_of("dp_replicate", shard) if spec.degree("dp_replicate") > 1 else groups.mesh_of(shard)
+    by_param = {id(p): name for name, p in model.named_parameters()}
+    dims = core.bound.shard_dims
+    apply_fsdp(
+        model, list(core.bound.fsdp_units), mesh, strategy=section.strategy, param_dtype=section.param_dtype,
+        reduce_dtype=section.reduce_dtype, output_dtype=section.output_dtype,
+        reshard_after_forward=section.reshard_after_forward,
+        shard_dim_of=(lambda p: dims.get(by_param.get(id(p), ""))) if dims else None,
+    )  # fmt: skip
+
+
+def sharded_by_fsdp(core: Core) -> bool:
+    section = core.bound.plan.fsdp
+    return section is not None and section.strategy != "ddp" and core.spec.degree("dp_replicate", "dp_shard", "cp") > 1
+
+
+def reductions(model: nn.Module, core: Core, groups: Groups) -> list[Reduction]:
+    """Which parameters' gradients are reduced after backward, grouped by the axes they are partial on."""
+    found: dict[tuple[tuple[str, ...], bool], list[nn.Parameter]] = {}
+    params = dict(model.named_parameters())
+    fsdp = sharded_by_fsdp(core)
+    for name, plan in core.params.items():
+        if not plan.requires_grad:
+            continue
+        sums = tuple(a for a in plan.reduce if a not in DATA_AXES)
+        means = not fsdp and any(a in DATA_AXES for a in plan.reduce)
+        if sums or means:
+            found.setdefault((sums, means), []).append(params[name])
+    out = []
+    for (sums, means), many in found.items():
+        data = groups.group(*DATA_AXES) if means else None
+        out.append(Reduction(tuple(many), tuple(groups.group(a) for a in sums), data))
+    return out
+
+
+def _session(
+    model: nn.Module, core: Core, groups: Groups, streams: DropoutStreams, lowered: Lowered, inputs: Any, world: int, rank: int,
+    real: bool,
+) -> Session:  # fmt: skip
+    plan, spec = core.bound.plan, core.spec
+    pristine = lowered.pristine
+
+    def relower(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Core:
+        given = global_examples(model, args, kwargs, core)
+        if all(v == dict(core.program.signature).get(k) for k, v in _shapes(given).items()) and model.training == pristine.training:
+            return core
+        pristine.train(model.training)
+        return compile_core(pristine, plan, spec, given, rank)
+
+    agree = signature_check(world, rank) if real and dist.get_backend() != "fake" else (lambda signature: None)
+    return Session(model, core, groups, Gradients([]), streams, relower, lambda c: None, agree, lowered)
+
+
+def _shapes(given: Mapping[str, Any]) -> dict[str, Any]:
+    out = {}
+    for name, value in given.items():
+        leaves = compat.flatten(value)[0]
+        out[name] = tuple(
+            (tuple(x.shape), str(x.dtype), x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves
+        )
+    return out
+
+
+def global_examples(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], core: Core) -> dict[str, Any]:
+    """Global inputs (on meta) of which these local arguments are one rank's part, as the plan places them."""
+    from meshplan.mesh.build import expand
+
+    leaves, structure = compat.flatten((args, kwargs))
+    keys = argument_keys(model, args, kwargs)
+    placed = core.bound.inputs
+    grown = []
+    for key, x in zip(keys, leaves, strict=True):
+        item = placed.get(key) or placed.get(key.partition(".")[0])
+        if not isinstance(x, Tensor):
+            grown.append(x)
+            continue
+        shape = list(x.shape)
+        for axis, placement in (item.place if item else {}).items():
+            if hasattr(placement, "dim"):
+                for one in expand((axis,)):
+                    shape[placement.dim % len(shape)] *= core.spec.degree(one)
+        grown.append(torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad))
+    many, named = compat.unflatten(grown, structure)
+    from meshplan.compiler.frames import positional_names
+
+    names = positional_names(model)
+    return {**{names[i]: v for i, v in enumerate(many)}, **named}
+
+
+__all__ = ["parallelize", "reductions", "signature_of"]

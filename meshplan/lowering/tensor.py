@@ -1,0 +1,183 @@
+"""Puts a program onto the user's modules: parameters become DTensors seen as local tensors, boundaries and edits are bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from meshplan import compat
+from meshplan.compiler.edits import Edit
+from meshplan.compiler.frames import positional_names
+from meshplan.compiler.lowered import Boundary, Core, ParamPlan
+from meshplan.compiler.sites import Move
+from meshplan.mesh.build import BuiltMesh, Groups
+from meshplan.ops.dropout import DropoutStreams
+from meshplan.runtime import replace
+from meshplan.runtime.boundary import move
+from meshplan.runtime.comm import chunk_offset, chunk_sizes
+from meshplan.runtime.editing import BoundEdit
+from meshplan.runtime.module import Around, Convert, Duties, install
+
+
+def distribute_parameters(model: nn.Module, core: Core, built: BuiltMesh, axes: tuple[str, ...]) -> None:
+    """Replace every parameter by a DTensor over `axes` (the tensor-parallel axes) that holds this rank's shard.
+
+    All parameters are lifted onto the one mesh, replicated where the plan says nothing, so that optimizers and clipping
+    meet one mesh. Ties survive; nothing is communicated: every rank cuts its own full copy (or meta tensor).
+    """
+    if not axes:
+        return
+    mesh = built.mesh_of(*axes)
+    made: dict[int, nn.Parameter] = {}
+    names = {id(p): name for name, p in model.named_parameters()}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is None:
+                continue
+            if id(p) not in made:
+                made[id(p)] = _distributed(p, core.params[names[id(p)]], built, axes, mesh)
+            module._parameters[name] = made[id(p)]
+
+
+def _distributed(p: nn.Parameter, plan: ParamPlan, built: BuiltMesh, axes: tuple[str, ...], mesh: Any) -> nn.Parameter:
+    shards = dict(plan.shards)
+    local: Tensor = p.detach()
+    placements: list[Any] = []
+    for axis in axes:
+        shard = shards.get(axis)
+        if shard is None:
+            placements.append(Replicate())
+            continue
+        group = built.group(axis)
+        if shard.parts:
+            local = torch.cat([_cut(piece, shard.dim, group) for piece in local.split(list(shard.parts), shard.dim)], shard.dim)
+            placements.append(compat.strided_shard(shard.dim, len(shard.parts)))
+        else:
+            local = _cut(local, shard.dim, group)
+            placements.append(Shard(shard.dim))
+    spread = DTensor.from_local(
+        local.contiguous().clone() if not local.is_meta else local.contiguous(),
+        mesh, placements, run_check=False, shape=p.shape, stride=p.contiguous().stride() if p.is_meta else p.stride(),
+    )  # fmt: skip
+    new = nn.Parameter(spread, requires_grad=p.requires_grad)
+    for key, value in p.__dict__.items():
+        setattr(new, key, value)
+    return new
+
+
+def _cut(x: Tensor, dim: int, group: Any) -> Tensor:
+    size = x.shape[dim]
+    return x.narrow(dim, chunk_offset(size, group.size, group.rank), chunk_sizes(size, group.size)[group.rank])
+
+
+def bind_program(
+    model: nn.Module, core: Core, groups: Groups, streams: DropoutStreams, arounds: Mapping[str, Around], dtensor: bool
+) -> None:
+    """Install the program's boundaries, parameter views and edits on the modules of `model`; may be called again with
+    another program of the same model."""
+    program = core.program
+    modules = dict(model.named_modules())
+    shared: dict[Any, Any] = {}
+    inputs: dict[str, dict[str, list[Convert]]] = {}
+    outputs: dict[str, dict[str, list[Convert]]] = {}
+    views: dict[tuple[str, str], list[Any]] = {}
+    for b in program.boundaries:
+        side, path, key = b.site.side, b.site.module, b.site.key
+        if side == "input":
+            inputs.setdefault(path, {}).setdefault(key, []).append(_converter(b, groups, shared))
+        elif side == "output":
+            outputs.setdefault(path, {}).setdefault(key, []).append(_converter(b, groups, shared))
+        elif side == "param":
+            m = b.move
+            views.setdefault((path, key), []).append((m.src, m.dst, groups.group(m.axis), m.dim, m.size))
+    for path, name, axis in program.first_only:
+        views.setdefault((path, name), []).append(("R", "I", groups.group(axis), 0, 0))
+    callers = {caller for caller in program.edits}
+    sleepers = {callee for caller, callee in program.calls if caller in callers}
+    for path, module in modules.items():
+        edits = {n: _bound(e, path, groups, streams, program.boundaries, shared) for n, e in program.edits.get(path, {}).items()}
+        ins = {k: _chain(v) for k, v in inputs.get(path, {}).items()}
+        outs = {k: _chain(v) for k, v in outputs.get(path, {}).items()}
+        around = arounds.get(path)
+        duties = None
+        if ins or outs or edits or around or "_meshplan_duties" in module.__dict__:
+            positions = {name: i for i, name in enumerate(positional_names(module))}
+            duties = Duties(path, ins, outs, positions, edits or None, around)
+        install(module, duties, _views_of(module, path, views, core, dtensor), path in sleepers)
+
+
+def _views_of(module: nn.Module, path: str, moves: dict[tuple[str, str], list[Any]], core: Core, dtensor: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    canonical = {full: p.name for p in core.bound.params.values() for full in p.names} if path == "" else core_names(core)
+    for name, p in module._parameters.items():
+        if p is None:
+            continue
+        full = canonical.get(f"{path}.{name}" if path else name, "")
+        own = tuple(moves.get((path, full), ()))
+        if own or dtensor:
+            found[name] = own
+    return found
+
+
+_names_cache: dict[int, dict[str, str]] = {}
+
+
+def core_names(core: Core) -> dict[str, str]:
+    """Canonical name of every parameter name of the model."""
+    key = id(core)
+    if key not in _names_cache:
+        _names_cache.clear()
+        _names_cache[key] = {full: p.name for p in core.bound.params.values() for full in p.names}
+    return _names_cache[key]
+
+
+def _chain(many: list[Convert]) -> Convert:
+    if len(many) == 1:
+        return many[0]
+
+    def run(x: Tensor) -> Tensor:
+        for one in many:
+            x = one(x)
+        return x
+
+    return run
+
+
+def _mover(m: Move, groups: Groups) -> Convert:
+    src, dst, group, dim, size = m.src, m.dst, groups.group(m.axis), m.dim, m.size
+    return lambda x: move(x, src, dst, group, dim, size)
+
+
+def _converter(b: Boundary, groups: Groups, shared: dict[Any, Any]) -> Convert:
+    run = _mover(b.move, groups)
+    if not b.shared:
+        return run
+    label = f"_meshplan_{b.move.axis}_{b.move.src}_{b.move.dst}_{b.move.dim}"
+
+    def once(x: Tensor) -> Tensor:
+        # Kept on the tensor itself, so that it lives exactly as long and a recompute makes its own.
+        made = x.__dict__.get(label)
+        if made is None:
+            made = run(x)
+            setattr(x, label, made)
+        return made
+
+    return once
+
+
+def _bound(
+    edit: Edit, path: str, groups: Groups, streams: DropoutStreams, boundaries: tuple[Boundary, ...], shared: dict[Any, Any]
+) -> BoundEdit:
+    by_leaf = {(b.site.key, b.move): b for b in boundaries if b.site.side == "call" and b.site.module == path}
+    converts: list[tuple[int, Callable[[Tensor], Tensor]]] = []
+    for leaf, m in edit.converts:
+        b = by_leaf.get((f"{edit.ordinal}:{leaf}", m))
+        converts.append((leaf, _converter(b, groups, shared) if b else _mover(m, groups)))
+    run = None
+    if edit.replacement is not None:
+        run = replace.bind(edit.replacement.name, dict(edit.replacement.settings), groups, streams)
+    return BoundEdit(edit.func, edit.sized, tuple(converts), run, edit.where)

@@ -1,0 +1,103 @@
+"""Cutting a global batch into this rank's part, and means over the tokens of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshplan import compat
+from meshplan.errors import PlanError
+from meshplan.mesh.build import expand
+from meshplan.ops.token_mean import token_mean as _token_mean
+from meshplan.plan.placements import Shard
+from meshplan.runtime.comm import AxisGroup
+from meshplan.runtime.session import Session, session_of
+
+
+def shard_batch(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of a global batch, cut as the plan places each input; only cuts and permutes.
+
+    Arguments:
+        batch: any subset of the model's declared inputs by name, global; values may be tensors or nested containers of
+            tensors. What is not a tensor passes through.
+
+    Raises PlanError: `no-such-input` for a name the plan does not place, `batch-not-divisible`.
+    """
+    session = session_of(model)
+    out = {}
+    for name, value in batch.items():
+        leaves, structure = compat.flatten(value)
+        keys = [path for path, _ in compat.flatten_with_path(value)]
+        out[name] = compat.unflatten(
+            [_cut(session, f"{name}.{k}" if k else name, x) if isinstance(x, Tensor) else x for k, x in zip(keys, leaves, strict=True)],
+            structure,
+        )
+    return out
+
+
+def _cut(session: Session, key: str, x: Tensor) -> Tensor:
+    inputs = session.core.bound.inputs
+    item = inputs.get(key) or inputs.get(key.partition(".")[0])
+    if item is None:
+        if key in dict(session.core.program.signature) or key.partition(".")[0] in dict(session.core.program.signature):
+            return x
+        raise PlanError(f"the plan does not place an input {key!r}", code="no-such-input", legal=list(inputs))
+    for axis, placement in item.place.items():
+        if not isinstance(placement, Shard):
+            continue
+        for one in [a for a in session.core.spec.names if a in expand((axis,))]:
+            group = session.groups.group(one)
+            dim = placement.dim % x.dim()
+            if x.shape[dim] % group.size:
+                raise PlanError(
+                    f"dim {dim} of {key!r} has size {x.shape[dim]}, not divided by {one} {group.size}",
+                    code="batch-not-divisible", legal=f"a multiple of {group.size}",
+                )  # fmt: skip
+            x = group.shard(x, dim)
+    return x.contiguous()
+
+
+def data_group(session: Session) -> AxisGroup:
+    """All ranks over which gradients are averaged, as one group."""
+    return session.groups.group("dp_replicate", "dp_shard", "cp")
+
+
+_latest: list[Session] = []
+
+
+def token_mean(loss_per_token: Tensor, mask: Tensor | None = None, n_tokens: int | Tensor | None = None, *, model: nn.Module | None = None) -> Tensor:
+    """The mean over the valid tokens of all data ranks, for losses computed outside the model.
+
+    Each rank gets `local sum x data ranks / global count`: the mean of it over data ranks, and of its gradients, is the
+    single-device value, with unequal counts too.
+
+    Arguments:
+        loss_per_token: this rank's losses, any shape.
+        mask: valid tokens, broadcast to the losses; None for all.
+        n_tokens: the global count where it is not this call's (accumulation: over all microbatches).
+        model: whose data ranks are meant; default the model that `parallelize` returned last.
+    """
+    if model is not None:
+        session = session_of(model)
+    elif _latest:
+        session = _latest[-1]
+    else:
+        raise PlanError("token_mean needs the ranks of a parallelised model", code="not-parallelized", legal="model=")
+    group = data_group(session)
+    return _token_mean(loss_per_token, mask, n_tokens, groups=[group] if group.size > 1 else [])
+
+
+def remember(session: Session) -> None:
+    """Make `session` the one that helpers without a model argument mean."""
+    _latest[:] = [session]
+
+
+def lowered(model: nn.Module) -> Any:
+    """The `Lowered` of a model that `parallelize` returned. Raises PlanError `not-parallelized`."""
+    return session_of(model).lowered
+
+
+__all__ = ["data_group", "lowered", "remember", "shard_batch", "token_mean", "torch"]

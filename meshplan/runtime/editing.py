@@ -1,0 +1,116 @@
+"""Edits of single torch calls while a module's own code runs: new sizes, redistributed arguments, semantic operators.
+
+Only modules that need an edit pay for it: the mode is pushed for their forward and taken off while their children run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from meshplan import compat
+from meshplan.compiler.capture import is_recorded, name_of
+from meshplan.errors import PlanError, Where
+
+
+@dataclass(frozen=True)
+class BoundEdit:
+    """An edit bound to this rank: see `meshplan.compiler.edits.Edit`."""
+
+    func: str
+    sized: tuple[tuple[Any, ...], Any, frozenset[int]] | None
+    converts: tuple[tuple[int, Callable[[Tensor], Tensor]], ...]
+    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None
+    where: Where | None
+
+
+class Editing(TorchFunctionMode):
+    """Counts the recorded calls of one module invocation and applies the edits; a call that is not the one an edit was
+    made for means that the code took another branch than the one that was lowered, and is refused."""
+
+    running: ClassVar[list[Editing]] = []
+
+    def __init__(self, edits: Mapping[int, BoundEdit], path: str) -> None:
+        super().__init__()
+        self.edits, self.path, self.ordinal, self.asleep = edits, path, 0, 0
+
+    def __enter__(self) -> Editing:
+        Editing.running.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        Editing.running.pop()
+        super().__exit__(*exc)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Calls in here are ours, not the module's."""
+        self.asleep += 1
+        try:
+            yield
+        finally:
+            self.asleep -= 1
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.asleep:
+            return func(*args, **kwargs)
+        edit = self.edits.get(self.ordinal)
+        if edit is not None and name_of(func) == edit.func:
+            self.ordinal += 1
+            return self._apply(edit, func, args, kwargs)
+        out = func(*args, **kwargs)
+        if is_recorded(func, out):
+            if edit is not None:
+                raise self._other_branch(name_of(func), edit)
+            self.ordinal += 1
+        return out
+
+    def _apply(self, edit: BoundEdit, func: Any, args: Any, kwargs: Any) -> Any:
+        if edit.converts or edit.sized:
+            leaves, structure = compat.flatten((args, kwargs))
+            for index, convert in edit.converts:
+                leaves[index] = convert(leaves[index])
+            if edit.sized:
+                tensors = iter([x for x in leaves if isinstance(x, Tensor)])
+                sizes, structure, slots = edit.sized
+                leaves = [next(tensors) if i in slots else x for i, x in enumerate(sizes)]
+            args, kwargs = compat.unflatten(leaves, structure)
+        if edit.run is not None:
+            return edit.run(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _other_branch(self, name: str, edit: BoundEdit) -> PlanError:
+        return PlanError(
+            f"{self.path or 'the model'} calls {name} where {edit.func} was lowered: its code took another branch",
+            code="other-branch", where=edit.where, module=self.path,
+            legal="the branch that the example inputs take",
+        )  # fmt: skip
+
+
+def sleeping(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` of a child module with its caller's edits off: hooks and code of the child are not the caller's calls."""
+
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not Editing.running:
+            return call(*args, **kwargs)
+        mode = Editing.running[-1]
+        if compat.current_function_mode() is mode:
+            # Taken off the stack, it costs the child nothing.
+            mode.__exit__(None, None, None)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                mode.__enter__()
+        with mode.quiet():
+            return call(*args, **kwargs)
+
+    return run

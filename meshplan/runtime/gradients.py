@@ -1,0 +1,123 @@
+"""Making gradients whole after backward: partial sums over axes such as tp, and means over data axes without FSDP.
+
+Autograd leaves in `p.grad` what this rank's part of the computation gave. At the end of each backward the gradients that
+are partial over the same axes travel together, flattened into buckets: one all_reduce a bucket instead of one a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshplan import compat
+from meshplan.runtime.comm import AxisGroup
+
+BUCKET_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Parameters whose gradients are reduced alike.
+
+    Attributes:
+        sums: groups over which gradients are partial sums.
+        means: group of the data ranks over which they are averaged, or None (FSDP does it, or there is one rank).
+    """
+
+    params: tuple[nn.Parameter, ...]
+    sums: tuple[AxisGroup, ...]
+    means: AxisGroup | None
+
+
+def bucket_sizes(sizes: Sequence[tuple[int, str]], limit: int = BUCKET_BYTES) -> list[tuple[int, int, str]]:
+    """How tensors of (elements, dtype name) are packed, in order: (tensors, elements, dtype) of each bucket. A bucket holds
+    one dtype and up to `limit` bytes; a larger tensor is a bucket of its own."""
+    out: list[tuple[int, int, str]] = []
+    for elements, dtype in sizes:
+        width = getattr(torch, dtype).itemsize
+        if out and out[-1][2] == dtype and (out[-1][1] + elements) * width <= limit:
+            out[-1] = (out[-1][0] + 1, out[-1][1] + elements, dtype)
+        else:
+            out.append((1, elements, dtype))
+    return out
+
+
+class Gradients:
+    """Runs the reductions of one model. `mark` puts a node into the graph whose backward begins the work."""
+
+    def __init__(self, reductions: Sequence[Reduction]) -> None:
+        self.reductions = [r for r in reductions if r.params]
+        self.deferred = False  # inside `accumulate`, before its last microbatch
+        self.accumulating = False
+        self._running = False
+        self._held: list[tuple[nn.Parameter, Tensor]] = []
+
+    def mark(self, x: Tensor) -> Tensor:
+        """`x`, with a node that is the first of any backward through it."""
+        return _Begin.apply(x, self) if self.reductions and x.requires_grad else x
+
+    def begin(self) -> None:
+        if self._running or self.deferred:
+            return
+        self._running = True
+        if not self.accumulating:
+            self.hold()
+        # FSDP2 queues its own callback in this backward; ours must come after it, hence queued from a callback.
+        compat.on_backward_end(lambda: compat.on_backward_end(self._end))
+
+    def hold(self) -> None:
+        """Set aside gradients of earlier backwards: they are whole already and must not be summed again."""
+        for reduction in self.reductions:
+            for p in reduction.params:
+                if p.grad is not None:
+                    self._held.append((p, p.grad))
+                    p.grad = None
+
+    def _end(self) -> None:
+        try:
+            with torch.no_grad():
+                for reduction in self.reductions:
+                    self._reduce(reduction)
+                for p, grad in self._held:
+                    p.grad = grad if p.grad is None else p.grad + grad
+        finally:
+            self._held.clear()
+            self._running = False
+
+    def _reduce(self, reduction: Reduction) -> None:
+        # A parameter that this backward did not reach still takes part: other ranks may have reached it.
+        grads = [_local(p) for p in reduction.params if p.requires_grad]
+        sizes = [(g.numel(), str(g.dtype).removeprefix("torch.")) for g in grads]
+        at = 0
+        for count, _, _ in bucket_sizes(sizes):
+            bucket, at = grads[at : at + count], at + count
+            flat = torch.cat([g.reshape(-1) for g in bucket])
+            for group in reduction.sums:
+                flat = group.all_reduce(flat)
+            if reduction.means is not None:
+                flat = reduction.means.all_reduce(flat).div_(reduction.means.size)
+            for g, whole in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                g.copy_(whole.view_as(g))
+
+
+def _local(p: nn.Parameter) -> Tensor:
+    if p.grad is None:
+        p.grad = torch.zeros_like(p)
+    grad: Any = p.grad
+    return grad._local_tensor if hasattr(grad, "_local_tensor") else grad
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradients: Gradients) -> Tensor:
+        ctx.gradients = gradients
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.gradients.begin()
+        return grads[0], None

@@ -1,0 +1,140 @@
+"""What one module does on a rank beside its own forward: redistribute what comes in and goes out, edit its torch calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshplan import compat
+from meshplan.runtime.editing import BoundEdit, Editing, sleeping
+from meshplan.runtime.views import Step, lowered_class
+
+Convert = Callable[[Tensor], Tensor]
+Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass
+class Duties:
+    """What is to be done around one module's forward.
+
+    Attributes:
+        path: the module's canonical path.
+        inputs: by argument name (or key path into one), outputs: by key path of the output.
+        positions: index of each plain argument name in forward's positional arguments.
+        edits: by ordinal of the torch call; None where the module's own code runs as it is.
+        around: called with (run, args, kwargs) in place of the whole: the root's step, or recompute.
+    """
+
+    path: str
+    inputs: Mapping[str, Convert] = field(default_factory=dict)
+    outputs: Mapping[str, Convert] = field(default_factory=dict)
+    positions: Mapping[str, int] = field(default_factory=dict)
+    edits: Mapping[int, BoundEdit] | None = None
+    around: Around | None = None
+
+    def convert_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        many = list(args)
+        for key, convert in self.inputs.items():
+            name, _, path = key.partition(".")
+            at = self.positions.get(name, int(name) if name.isdigit() else len(many))
+            if at < len(many):
+                many[at] = _at_path(many[at], path, convert)
+            elif name in kwargs:
+                kwargs = {**kwargs, name: _at_path(kwargs[name], path, convert)}
+        return tuple(many), kwargs
+
+    def convert_outputs(self, out: Any) -> Any:
+        if isinstance(out, Tensor):
+            convert = self.outputs.get("")
+            return convert(out) if convert else out
+        leaves, structure = compat.flatten(out)
+        keys = [key for key, _ in compat.flatten_with_path(out)]
+        leaves = [self.outputs[k](x) if k in self.outputs and isinstance(x, Tensor) else x for k, x in zip(keys, leaves, strict=True)]
+        return compat.unflatten(leaves, structure)
+
+
+def _at_path(value: Any, path: str, convert: Convert) -> Any:
+    if not path:
+        return convert(value) if isinstance(value, Tensor) else value
+    leaves, structure = compat.flatten(value)
+    keys = [key for key, _ in compat.flatten_with_path(value)]
+    return compat.unflatten([convert(x) if k == path else x for k, x in zip(keys, leaves, strict=True)], structure)
+
+
+def _forward_of(cls: type) -> Callable[..., Any]:
+    base = cls.forward  # type: ignore[attr-defined]
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        duties: Duties = self._meshplan_duties
+        if duties.inputs:
+            args, kwargs = duties.convert_inputs(args, kwargs)
+        own = self.__dict__.get("_meshplan_forward")
+        call = functools.partial(base, self) if own is None else own
+        if duties.edits is None:
+            out = call(*args, **kwargs)
+        else:
+            with Editing(duties.edits, duties.path):
+                out = call(*args, **kwargs)
+        return duties.convert_outputs(out) if duties.outputs else out
+
+    @functools.wraps(base)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        around = self._meshplan_duties.around
+        if around is None:
+            return run(self, *args, **kwargs)
+        return around(functools.partial(run, self), args, kwargs)
+
+    return forward
+
+
+_FORWARDS: dict[type, Callable[..., Any]] = {}
+_CALLS: dict[type, Callable[..., Any]] = {}
+
+
+def install(module: nn.Module, duties: Duties | None, views: Mapping[str, Any], sleeps: bool) -> None:
+    """Give `module` a class that does `duties`, shows the parameters in `views` as local tensors and, with `sleeps`, turns
+    its caller's edits off while it runs."""
+    cls = getattr(type(module), "_meshplan_base", type(module))
+    forward = call = None
+    if duties is not None:
+        if cls not in _FORWARDS:
+            _FORWARDS[cls] = _forward_of(cls)
+        forward = _FORWARDS[cls]
+        module.__dict__["_meshplan_duties"] = duties
+        if "forward" in module.__dict__:  # an instance's own forward would hide the class's
+            module.__dict__["_meshplan_forward"] = module.__dict__.pop("forward")
+    if sleeps:
+        if cls not in _CALLS:
+            _CALLS[cls] = sleeping(cls.__call__)
+        call = _CALLS[cls]
+    module.__dict__["_meshplan_views"] = dict(views)
+    if forward is not None or call is not None or views:
+        reclass(module, lowered_class(cls, tuple(views), forward, call))
+
+
+def reclass(module: nn.Module, new: type) -> None:
+    """Change the class of `module` to `new`, under whatever subclass (FSDP2's) was put on top of an earlier one."""
+    top = type(module)
+    if "_meshplan_base" in top.__dict__ or not hasattr(top, "_meshplan_base"):
+        module.__class__ = new
+        return
+    bases = tuple(new if "_meshplan_base" in b.__dict__ else b for b in top.__bases__)
+    module.__class__ = type(top.__name__, bases, {k: v for k, v in top.__dict__.items() if k not in ("__dict__", "__weakref__")})
+
+
+def in_step(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` with parameters shown as local tensors while it runs."""
+
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        Step.depth += 1
+        try:
+            return call(*args, **kwargs)
+        finally:
+            Step.depth -= 1
+
+    return run

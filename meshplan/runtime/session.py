@@ -1,0 +1,138 @@
+"""What a parallelised model carries at run time: its program, groups, gradient reductions and random streams.
+
+The root's forward runs inside `Session.around`: the step begins, the inputs are checked against the program that was lowered
+(and lowered again for a new signature), and the outputs are marked so that backward ends with whole gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshplan import compat
+from meshplan.compiler.lowered import Core
+from meshplan.errors import PlanError
+from meshplan.mesh.build import Groups
+from meshplan.ops.dropout import DropoutStreams
+from meshplan.runtime.gradients import Gradients
+from meshplan.runtime.views import Step
+
+Signature = tuple[Any, ...]
+
+
+@dataclass
+class Session:
+    """State of one parallelised model. Attributes are set by `meshplan.lowering`."""
+
+    model: nn.Module
+    core: Core
+    groups: Groups
+    gradients: Gradients
+    streams: DropoutStreams
+    relower: Callable[[Signature, tuple[Any, ...], dict[str, Any]], Core]
+    install: Callable[[Core], None]
+    check: Callable[[Signature], None]
+    lowered: Any = None
+    known: dict[Signature, Core] = field(default_factory=dict)
+    current: Signature | None = None
+    microbatch: int | None = None  # of an open `accumulate`
+    microbatches: int = 0
+
+    def around(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The root's forward."""
+        self._select(args, kwargs)
+        if torch.is_grad_enabled() and self.model.training:
+            self._advance()
+        Step.depth += 1
+        try:
+            out = run(*args, **kwargs)
+        finally:
+            Step.depth -= 1
+        leaves, structure = compat.flatten(out)
+        return compat.unflatten([self.gradients.mark(x) if isinstance(x, Tensor) else x for x in leaves], structure)
+
+    def _advance(self) -> None:
+        if self.microbatch is None:
+            self.streams.begin_step()
+        else:
+            self.streams.begin_microbatch(self.microbatch)
+
+    def _select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        signature = signature_of(self.model, args, kwargs)
+        self.check(signature)
+        if signature == self.current:
+            return
+        if signature not in self.known:
+            self.known[signature] = self.relower(signature, args, kwargs)
+        if self.known[signature] is not self.core:
+            self.install(self.known[signature])
+            self.core = self.known[signature]
+        self.current = signature
+
+
+def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+    """What a program is lowered for: the local shapes and dtypes of all tensors, the constants, and the training flag."""
+    from meshplan.compiler.frames import argument_keys
+
+    leaves, _ = compat.flatten((args, kwargs))
+    keys = argument_keys(model, args, kwargs)
+    described = [
+        (k, tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else (k, repr(x))
+        for k, x in zip(keys, leaves, strict=True)
+    ]
+    return (model.training, *sorted((d for d in described if d[1] != "None"), key=lambda d: str(d[0])))
+
+
+def session_of(model: nn.Module) -> Session:
+    """The session of a model that `parallelize` returned. Raises PlanError `not-parallelized`."""
+    found = model.__dict__.get("_meshplan_session")
+    if found is None:
+        raise PlanError(
+            f"this {type(model).__name__} was not parallelised", code="not-parallelized",
+            legal="the model that meshplan.parallelize returned",
+        )  # fmt: skip
+    return found
+
+
+@contextmanager
+def accumulate(model: nn.Module, steps: int) -> Iterator[None]:
+    """Around `steps` forward/backward pairs: gradients add up and are reduced once, at the last backward.
+
+    Under FSDP see `meshplan.lowering.fsdp_accumulation`. Raises PlanError `accumulate-count` when the block does not run
+    exactly `steps` backward passes under FSDP, `accumulate-nested`, `bad-accumulate-steps`.
+    """
+    from meshplan.lowering import fsdp_accumulation
+
+    session = session_of(model)
+    if steps < 1:
+        raise PlanError(f"steps={steps}", code="bad-accumulate-steps", legal="steps >= 1")
+    if session.microbatch is not None:
+        raise PlanError("accumulate inside accumulate", code="accumulate-nested", legal="one block around all pairs")
+    sharded = getattr(model, "_meshplan_fsdp", None) is not None
+    gradients = session.gradients
+    session.streams.begin_step()
+    session.microbatch, session.microbatches = -1, steps
+    gradients.hold()
+    gradients.accumulating = True
+
+    def count(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            session.microbatch = (session.microbatch or 0) + 1 if session.microbatch is not None else 0
+            gradients.deferred = session.microbatch < steps - 1
+
+    handle = model.register_forward_pre_hook(count, with_kwargs=True, prepend=True)
+    try:
+        if sharded:
+            with fsdp_accumulation.accumulate(model, steps):
+                yield
+        else:
+            yield
+    finally:
+        handle.remove()
+        session.microbatch = None
+        gradients.accumulating = gradients.deferred = False
