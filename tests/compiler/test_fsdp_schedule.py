@@ -60,6 +60,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(make() for _ in range(3))
         self.head = nn.Linear(5, 11, bias=False) if head else None
         self.wrap = wrap
+        self.depth: int | None = None  # how many layers run
         if tie and self.head is not None:
             self.head.weight = self.embed.weight
 
@@ -73,7 +74,7 @@ class Decoder(nn.Module):
             layers = [lambda x: checkpoint(lambda y: second(first(y)), x, use_reentrant=False), third]
         elif self.wrap == "shared":
             layers = [self.layers[0], self.layers[1], self.layers[0], self.layers[2]]
-        for layer in layers:
+        for layer in layers[: self.depth]:
             x = layer(x)
         return x if self.head is None else self.head(x)
 
@@ -144,6 +145,14 @@ def _train_on_activations(model: nn.Module, microbatches: int) -> None:
     _train(model, microbatches, torch.ones(2, 5, requires_grad=True))
 
 
+def _skip_last_layers(model: nn.Module, microbatches: int) -> None:
+    """The last microbatch goes through one layer only."""
+    with accumulate(model, microbatches):
+        for i in range(microbatches):
+            model.depth = 1 if i == microbatches - 1 else None
+            model(TOKENS).square().mean().backward()
+
+
 def _two_forwards(model: nn.Module, microbatches: int) -> None:
     (model(TOKENS).square().mean() + model(TOKENS[:1]).square().mean()).backward()
 
@@ -172,7 +181,15 @@ _FROZEN_START = _runs(
     UnitRun("layers.1", input_grad=False, output_grad=False),
     UnitRun("layers.2", input_grad=False),
 )
+SKIPPED = step_points(PLAIN) + step_points(_runs(UnitRun("layers.0")))
+BARE = _runs(
+    UnitRun("embed", input_grad=False), *(UnitRun(path) for path in LAYERS), UnitRun("head"), returns_inner=True
+)
 CASES = {
+    "skipped-at-the-last-microbatch": Case(microbatches=2, drive=_skip_last_layers, points=SKIPPED),
+    "skipped-at-the-last-microbatch-zero1": Case(
+        policy={"strategy": "zero1"}, microbatches=2, drive=_skip_last_layers, points=SKIPPED
+    ),
     "plain": Case(drive=_train_twice, points=step_points(PLAIN, 2)),
     "bf16": Case(policy={"param_dtype": BF16, "reduce_dtype": F32}),
     "zero2": Case(policy={"strategy": "zero2"}, microbatches=3),
@@ -236,6 +253,12 @@ CASES = {
     "eval-then-train-zero2": Case(
         policy={"strategy": "zero2"}, drive=_eval_then_train, points=eval_points(PLAIN) + step_points(PLAIN)
     ),
+    # No parameter is left to the root: without care the training backward would gather the evaluation's last unit.
+    "eval-then-train-bare-root": Case(
+        units=("embed", *LAYERS, "head"),
+        drive=_eval_then_train,
+        points=eval_points(BARE) + step_points(BARE),
+    ),
     "recompute-each": Case(
         build=lambda: Decoder(wrap="each"), run=_runs(*(UnitRun(path, recompute=True) for path in LAYERS))
     ),
@@ -281,7 +304,7 @@ def _predicted(name: str, shape: tuple[int, ...]) -> list[tuple[Any, ...]]:
         shard=shape[-1],
         replicate=shape[0] if len(shape) == 2 else None,
         microbatches=case.microbatches,
-        **({"strategy": "zero3"} | case.policy),
+        **case.policy,
     )
     units = fsdp_units(
         case.build(),
@@ -314,7 +337,19 @@ def test_predicted_is_recorded_on_four_shards(pool, name):
     assert recorded == [_predicted(name, (4,))] * 4
 
 
-@pytest.mark.parametrize("name", ["plain", "bf16", "zero1", "zero2", "zero3-accumulated", "unit-called-twice"])
+HYBRID = [
+    "plain",
+    "bf16",
+    "zero1",
+    "zero2",
+    "zero3-accumulated",
+    "unit-called-twice-accumulated",
+    "skipped-at-the-last-microbatch",
+    "skipped-at-the-last-microbatch-zero1",
+]
+
+
+@pytest.mark.parametrize("name", HYBRID)
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1), (4, 1)], ids=str)
 def test_predicted_is_recorded_on_hybrid_meshes(pool, name, shape):
     world = shape[0] * shape[1]
@@ -324,50 +359,6 @@ def test_predicted_is_recorded_on_hybrid_meshes(pool, name, shape):
 
 def test_one_rank_sends_nothing(pool):
     assert pool.run(_recorded, "plain", (1,), world=1) == [[]] == [_predicted("plain", (1,))]
-
-
-def _sent(points: tuple[Point, ...], units: tuple[FsdpUnit, ...], policy: FsdpPolicy) -> list[str]:
-    short = {"all_gather": "G", "reduce_scatter": "S", "all_reduce": "A"}
-    return [
-        " ".join([f"{e.point.hook}({e.point.unit})", *(f"{short[c.op]}:{c.unit}" for c in e.calls)])
-        for e in fsdp_events(units, policy, points)
-        if e.calls
-    ]
-
-
-def _unit(path: str, **kwargs: Any) -> FsdpUnit:
-    return FsdpUnit(path, (FsdpParam(f"{path}.w", (4, 3), F32),), is_root=path == "", **kwargs)
-
-
-def test_each_call_is_said_with_the_hook_that_makes_it():
-    units = (_unit("", reshard_after_forward=False), _unit("a"), _unit("b"))
-    run = _runs(UnitRun("a"), UnitRun("b"))
-    assert _sent(step_points(run), units, FsdpPolicy(shard=2, replicate=3)) == [
-        "pre_forward() G:",
-        "pre_forward(a) G:a",
-        "pre_forward(b) G:b",
-        # The root is still gathered; its backward prefetches b, which was the last to run and is gathered again.
-        "pre_backward() G:b",
-        # b prefetches a before b is reduced.
-        "pre_backward(b) G:a",
-        "post_backward(b) S:b A:b",
-        "post_backward(a) S:a A:a",
-        "end_backward() S: A:",
-    ]
-
-
-def test_what_needs_no_gradient_at_its_input_is_reduced_at_the_end_the_root_first():
-    units = (_unit("", reshard_after_forward=False), _unit("a"), _unit("b"))
-    run = _runs(UnitRun("a", input_grad=False), UnitRun("b", input_grad=False))
-    assert _sent(backward_points(run), units, FsdpPolicy(shard=2))[-1] == "end_backward() S: S:a S:b"
-
-
-def test_a_replica_sum_that_nothing_joins_at_the_last_microbatch_is_flushed():
-    units = (_unit("", reshard_after_forward=False), _unit("a"))
-    both, without = _runs(UnitRun("a")), UnitRun("", input_grad=False)
-    policy = FsdpPolicy(shard=2, replicate=2, microbatches=2)
-    points = step_points(both) + step_points(without)
-    assert _sent(points, units, policy)[-1] == "end_backward() S: A: S:a A:a"
 
 
 def test_gathers_count_padding_and_bytes():
