@@ -32,24 +32,24 @@ class Claims:
 
     params: dict[str, dict[str, Claim]] = field(default_factory=dict)
     boundaries: dict[tuple[str, str], dict[str, dict[str, Claim]]] = field(default_factory=dict)
+    _by_name: dict[tuple[str, str], Claim] = field(default_factory=dict)
 
     def claim_param(self, entry: ParamEntry, name: str, axis: str, claim: Claim) -> None:
         """Raises PlanError `two-rules`, or `tied-layouts` where two names of one weight are laid out differently."""
         axes = self.params.setdefault(entry.name, {})
-        old = axes.get(axis)
-        if old is not None and not claim.rule.override:
-            if old.name == name:
-                raise _two_rules(f"parameter {name!r}", axis, old, claim, name.rpartition(".")[0])
-            if old.placement != claim.placement:
-                raise PlanError(
-                    f"{old.name!r} and {name!r} are one tied weight, and are placed on {axis} as {old.placement}"
-                    f"{_at(old)} and as {claim.placement}",
-                    code="tied-layouts",
-                    where=claim.where,
-                    module=name.rpartition(".")[0],
-                    legal="one layout for all names of a weight; splitting rows (the vocabulary) serves both uses",
-                )
-        axes[axis] = claim
+        same, old = self._by_name.get((name, axis)), axes.get(axis)
+        if same is not None and not claim.rule.override:
+            raise _two_rules(f"parameter {name!r}", axis, same, claim, name.rpartition(".")[0])
+        if old is not None and old.placement != claim.placement and not claim.rule.override:
+            raise PlanError(
+                f"{old.name!r} and {name!r} are one tied weight, and are placed on {axis} as {old.placement}"
+                f"{_at(old)} and as {claim.placement}",
+                code="tied-layouts",
+                where=claim.where,
+                module=name.rpartition(".")[0],
+                legal="one layout for all names of a weight; splitting rows (the vocabulary) serves both uses",
+            )
+        axes[axis] = self._by_name[name, axis] = claim
 
     def claim_boundary(self, entry: ModuleEntry, side: str, key: str, axis: str, claim: Claim) -> None:
         """Raises PlanError `two-rules`, or `two-layouts` within one rule. The key `""` of an output is every tensor."""

@@ -110,7 +110,7 @@ _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.*()/-]*")
 
 
 def _text(value: str) -> str:
-    """`value`, quoted unless it is a simple word: ruamel leaves `?0` and `:0` bare inside `{}`, and cannot read them."""
+    """`value`, quoted unless it is a simple word: ruamel leaves `?0` and `:0` bare inside `{}`, then cannot read it."""
     return value if _PLAIN.fullmatch(value) else DoubleQuotedScalarString(value)
 
 
