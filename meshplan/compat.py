@@ -212,12 +212,13 @@ def fsdp_align_partial(group: Any, packed: list[Any], now: list[Any]) -> list[An
         if p not in now:
             p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
     if len(union) > len(packed):
-        group._wait_for_post_backward()
-        parts = list(group._partial_reduce_output.split([p.padded_sharded_param_size.numel() for p in packed]))
-        zeros = group._partial_reduce_output.new_zeros
-        group._partial_reduce_output = torch.cat(
-            [parts.pop(0) if p in packed else zeros(p.padded_sharded_param_size.numel()) for p in union]
-        )
+        # On the stream that adds to this buffer: order and lifetime are then FSDP2's own.
+        with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
+            parts = list(group._partial_reduce_output.split([p.padded_sharded_param_size.numel() for p in packed]))
+            zeros = group._partial_reduce_output.new_zeros
+            group._partial_reduce_output = torch.cat(
+                [parts.pop(0) if p in packed else zeros(p.padded_sharded_param_size.numel()) for p in union]
+            )
     return union
 
 

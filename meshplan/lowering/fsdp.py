@@ -13,8 +13,8 @@ What torch's `fully_shard` leaves to its caller, and is done here:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,10 +33,10 @@ __all__ = ["accumulate", "apply_fsdp"]
 
 def apply_fsdp(
     model: nn.Module,
-    units: list[str] | tuple[str, ...],
+    units: Sequence[str],
     mesh: DeviceMesh,
     *,
-    strategy: Strategy = "zero3",
+    strategy: str = "zero3",
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
@@ -66,17 +66,17 @@ def apply_fsdp(
         refuses.
     """
     shard, replicate = _degrees(mesh)
-    _check(model, units, strategy, reshard_after_forward)
+    stage = _check(model, units, strategy, reshard_after_forward)
     owned = owned_parameters(model, units)
     described = fsdp_units(
         model,
         units,
         shard=shard,
-        strategy=strategy,
+        strategy=stage,
         reshard_after_forward=reshard_after_forward,
         shard_dim_of=shard_dim_of,
     )
-    policy = FsdpPolicy(strategy, shard, replicate, param_dtype, reduce_dtype)
+    policy = FsdpPolicy(stage, shard, replicate, param_dtype, reduce_dtype)
     for unit in described:
         _check_shard_dims(unit, shard)
         reduce_calls(unit, policy)
@@ -89,14 +89,14 @@ def apply_fsdp(
             unit.path,
             mesh=mesh,
             # torch decides on the root itself (it stays gathered) when nothing is said.
-            reshard_after_forward=None if unit.is_root and strategy == "zero3" else unit.reshard_after_forward,
+            reshard_after_forward=None if unit.is_root and stage == "zero3" else unit.reshard_after_forward,
             shard_placement_fn=lambda p: Shard(dim_of[p]),
             mp_policy=precision,
             ignored_params=set(own.foreign) or None,
         )
         _divide_by(own.module, gradient_divide_factor, shard, replicate or 1)
     modules = [own.module for own in owned]
-    sharded = Sharded(model, [g for m in modules if (g := compat.fsdp_group(m)) is not None], strategy)
+    sharded = Sharded(model, [g for m in modules if (g := compat.fsdp_group(m)) is not None], stage)
     sharded.install()
     _free_after_eval(model, modules, sharded.groups)
     return model
@@ -116,7 +116,7 @@ def _degrees(mesh: DeviceMesh) -> tuple[int, int | None]:
     )
 
 
-def _check(model: nn.Module, units: list[str] | tuple[str, ...], strategy: str, reshard: Reshard) -> None:
+def _check(model: nn.Module, units: Sequence[str], strategy: str, reshard: Reshard) -> Strategy:
     if strategy not in ("zero1", "zero2", "zero3"):
         raise PlanError(
             f"{strategy!r} is no fsdp strategy that shards", code="bad-fsdp-strategy", legal=["zero1", "zero2", "zero3"]
@@ -131,6 +131,7 @@ def _check(model: nn.Module, units: list[str] | tuple[str, ...], strategy: str, 
         )
     if getattr(model, "_meshplan_fsdp", None) is not None:
         raise PlanError("fsdp is already applied to this model", code="fsdp-refused", legal="apply it once")
+    return cast(Strategy, strategy)
 
 
 def _check_shard_dims(unit: FsdpUnit, shard: int) -> None:
