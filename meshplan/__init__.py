@@ -53,7 +53,6 @@ _HOMES = {
     "init_weights": "meshplan.runtime.init",
     "meta": "meshplan.runtime.meta",
     "accumulate": "meshplan.runtime.session",
-    "verify": "meshplan.verify.run",
 }
 _RENAMED = {"meta": "build_on_meta"}
 
@@ -65,6 +64,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "verify":  # the package is callable: see its docstring
+        return importlib.import_module("meshplan.verify")
     if name not in _HOMES:
         raise AttributeError(f"module 'meshplan' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), _RENAMED.get(name, name))

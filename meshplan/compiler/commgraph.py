@@ -62,23 +62,37 @@ class Step:
     recompute: frozenset[str]
 
 
-def fsdp_of(model: nn.Module, core: Core) -> tuple[tuple[FsdpUnit, ...], FsdpPolicy | None]:
-    """The FSDP units of a core and their policy; none where parameters are not sharded over data axes."""
+def fsdp_of(model: nn.Module, core: Core, rank: int = 0) -> tuple[tuple[FsdpUnit, ...], FsdpPolicy | None]:
+    """The FSDP units of a core as `rank` has them, and their policy; none where data axes shard no parameters."""
     section, spec = core.bound.plan.fsdp, core.spec
     if section is None or section.strategy == "ddp" or spec.degree(*DATA) == 1:
         return (), None
     shard, copies = spec.degree("dp_shard", "cp"), spec.degree("dp_replicate")
     by_id = {id(p): name for name, p in model.named_parameters()}
-    dims = core.bound.shard_dims
+
+    def dim_of(p: nn.Parameter) -> int:
+        name = by_id[id(p)]
+        return core.bound.shard_dims.get(name, fsdp_dim(core.params[name], spec, shard))
+
     units = fsdp_units(
         model, core.bound.fsdp_units, shard=shard, strategy=section.strategy,  # type: ignore[arg-type]
-        reshard_after_forward=section.reshard_after_forward,
-        shard_dim_of=(lambda p: dims.get(by_id.get(id(p), ""))) if dims else None,
-        local_shape_of=lambda name, p: local_param_shape(core.params[name], spec, 0),
+        reshard_after_forward=section.reshard_after_forward, shard_dim_of=dim_of,
+        local_shape_of=lambda name, p: local_param_shape(core.params[name], spec, rank),
         unused=frozenset(n for n, p in core.params.items() if not p.reduce),
     )  # fmt: skip
     policy = FsdpPolicy(section.strategy, shard, copies if copies > 1 else None, section.param_dtype, section.reduce_dtype)  # type: ignore[arg-type]
     return units, policy
+
+
+def fsdp_dim(param: ParamPlan, spec: MeshSpec, n: int) -> int:
+    """The dim FSDP cuts a parameter along, over `n` ranks: the first that divides after the other axes' splits. A dim that
+    they split unevenly does not count, since its length differs between ranks."""
+    sizes = list(param.shape)
+    for axis, shard in param.shards:
+        pieces, degree = shard.parts or (sizes[shard.dim],), spec.degree(axis)
+        uneven = any(piece % degree for piece in pieces)
+        sizes[shard.dim] = -1 if uneven or sizes[shard.dim] < 0 else sizes[shard.dim] // degree
+    return next((dim for dim, size in enumerate(sizes) if size >= 0 and size % n == 0), 0)
 
 
 def local_param_shape(param: ParamPlan, spec: MeshSpec, rank: int) -> tuple[int, ...]:
@@ -238,7 +252,7 @@ def _collective(phase: str, sent: Sent, e: Event) -> Collective:
 
 def collectives(model: nn.Module, core: Core, rank: int = 0) -> list[Collective]:
     """The collectives of one training step of `core`, as `rank` makes them. `model` is the single-device module."""
-    units, policy = fsdp_of(model, core)
+    units, policy = fsdp_of(model, core, rank)
     step = Step(units, policy, frozenset(core.bound.recompute_units))
     return Walk(core, step, rank).run()
 

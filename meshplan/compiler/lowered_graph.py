@@ -54,7 +54,7 @@ class Lowered:
     @cached_property
     def placements(self) -> list[dict[str, Any]]:
         """For every parameter: name, global shape, this rank's shape between steps, and its layout by axis."""
-        units, policy = fsdp_of(self._model, self.core)
+        units, policy = fsdp_of(self._model, self.core, self.rank)
         cuts = {p.name: p.shard_dim for u in units for p in u.params}
         out = []
         for name, p in self.core.params.items():
@@ -94,7 +94,7 @@ class Lowered:
     def to_json(self) -> dict[str, Any]:
         """The dict that `meshplan explain --json` prints; see the package documentation for its keys."""
         spec, program = self.core.spec, self.core.program
-        units, _ = fsdp_of(self._model, self.core)
+        units, _ = fsdp_of(self._model, self.core, self.rank)
         return {
             "model": self.name,
             "world_size": spec.world_size,

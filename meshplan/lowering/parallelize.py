@@ -67,7 +67,7 @@ def parallelize(
         _refuse_regions(regions or plan.regions)
         spec = MeshSpec.resolve(plan.mesh, world)
         core = compile_core(model, plan, spec, inputs, rank)
-        lowered = Lowered(model, core)
+        lowered = Lowered(model, core, rank)
         _refuse_optimizers(model)
     except PlanError as error:
         failed = error

@@ -47,7 +47,7 @@ def bucket_sizes(sizes: Sequence[tuple[int, str]], limit: int = BUCKET_BYTES) ->
 
 
 class Gradients:
-    """Runs the reductions of one model. `mark` puts a node into the graph whose backward begins the work."""
+    """Runs the reductions of one model, at the end of every backward through an output it watches."""
 
     def __init__(self, reductions: Sequence[Reduction]) -> None:
         self.reductions = [r for r in reductions if r.params]
@@ -56,9 +56,13 @@ class Gradients:
         self._running = False
         self._held: list[tuple[nn.Parameter, Tensor]] = []
 
-    def mark(self, x: Tensor) -> Tensor:
-        """`x`, with a node that is the first of any backward through it."""
-        return _Begin.apply(x, self) if self.reductions and x.requires_grad else x
+    def watch(self, x: Tensor) -> None:
+        """Begin the work when the gradient of `x`, an output of the model, arrives: before anything inside the model."""
+        if self.reductions and x.requires_grad:
+            x.register_hook(self._arrived)
+
+    def _arrived(self, grad: Tensor) -> None:
+        self.begin()
 
     def begin(self) -> None:
         if self._running or self.deferred:
@@ -109,15 +113,3 @@ def _local(p: nn.Parameter) -> Tensor:
         p.grad = torch.zeros_like(p)
     grad: Any = p.grad
     return grad._local_tensor if hasattr(grad, "_local_tensor") else grad
-
-
-class _Begin(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gradients: Gradients) -> Tensor:
-        ctx.gradients = gradients
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.gradients.begin()
-        return grads[0], None

@@ -53,8 +53,10 @@ class Session:
             out = run(*args, **kwargs)
         finally:
             Step.depth -= 1
-        leaves, structure = compat.flatten(out)
-        return compat.unflatten([self.gradients.mark(x) if isinstance(x, Tensor) else x for x in leaves], structure)
+        for x in compat.flatten(out)[0]:
+            if isinstance(x, Tensor):
+                self.gradients.watch(x)
+        return out
 
     def _advance(self) -> None:
         if self.microbatch is None:
