@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,6 +98,17 @@ if torch.distributed.is_available():
     from torch.distributed.device_mesh import DeviceMesh
 
     UNCOPYABLE = (ProcessGroup, DeviceMesh)
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Do not log shape errors of fake tensors: for calls that are tried and may fail."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:

@@ -33,6 +33,7 @@ from meshplan.compiler.kinds import A, I, Kind, N, P, Pending, R, normal, replic
 from meshplan.compiler.layout import Axis, Info, axis_size, local_shape
 from meshplan.compiler.localize import CREATED, SIZED, local_leaves, same_constant, same_index
 from meshplan.compiler.match import Choice
+from meshplan.compiler.repeats import FullTraceNeeded, Segment, input_signature, like
 from meshplan.compiler.sites import Decisions, Move, Site
 from meshplan.compiler.strategies import Chooser
 from meshplan.compiler.timeline import Timeline
@@ -49,7 +50,8 @@ RANDOM = frozenset(
 
 @dataclass
 class Pass:
-    """What one propagation produced. `calls` are (caller, callee) module paths."""
+    """What one propagation produced. `calls` are (caller, callee) module paths, `repeats` (module, the equal one whose
+    propagation stands for it), in order."""
 
     moves: list[tuple[Site, Move, Where | None]] = field(default_factory=list)
     edits: dict[str, dict[int, Edit]] = field(default_factory=dict)
@@ -59,6 +61,7 @@ class Pass:
     timeline: Timeline = field(default_factory=Timeline)
     shared: set[Site] = field(default_factory=set)
     calls: set[tuple[str, str]] = field(default_factory=set)
+    repeats: list[tuple[str, str]] = field(default_factory=list)
 
 
 class Propagation(TorchFunctionMode):
@@ -85,6 +88,8 @@ class Propagation(TorchFunctionMode):
         self.keep: list[Any] = []
         self.cursor = self.entered = self.read = 0
         self.paused = False
+        self.grouped_calls = 0
+        self.segments: dict[int, Segment] = {}
         self.memo: dict[tuple[int, str, str, str], tuple[Tensor, Site, Any, list[Move]]] = {}
         self.gathers: list[tuple[Site, str, Pending, Where | None]] = []
 
@@ -161,6 +166,44 @@ class Propagation(TorchFunctionMode):
                     self.frames.produced[id(x)] = (path, key, self.frames.stack[-1].serial)
                     self.keep.append(x)
         return compat.unflatten(moved, structure)
+
+    def grouped(self, path: str, group: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the forward of a module that has equals, or repeat what its equal did."""
+        number, self.grouped_calls = self.grouped_calls, self.grouped_calls + 1
+        planned = self.trace.grouped[number] if number < len(self.trace.grouped) else None
+        if planned is None or planned.path != path:
+            raise self.diverged(f"it calls {path} there")
+        inputs = compat.flatten((args, kwargs))[0]
+        given = (input_signature(args, kwargs), tuple(self._handed(x) for x in inputs))
+        if planned.of is not None and None in [h for h, x in zip(given[1], inputs, strict=True) if isinstance(x, Tensor)]:
+            raise FullTraceNeeded(path)
+        timeline = self.result.timeline
+        if planned.of is None:
+            segment = Segment(number, path, inputs, given, start=len(timeline.events))
+            segment.out = forward(*args, **kwargs)
+            segment.end = len(timeline.events)
+            segment.infos = [self.info(t) for t in tensors_in(segment.out)]
+            self.segments[number] = segment
+            return segment.out
+        first = self.segments[planned.of]
+        if given != first.given or any(isinstance(k, Pending) for i in first.infos for k in i.kinds):
+            raise FullTraceNeeded(path)
+        self.paused = True
+        out = like(first.out, first.inputs, inputs)
+        self.paused = False
+        for t, old, value in zip(tensors_in(out), first.infos, planned.outs, strict=True):
+            if id(t) not in self.infos:
+                self.label(t, Info(value, list(old.kinds), old.data))
+        timeline.repeat(first.start, first.end, first.path, path)
+        self.result.repeats.append((path, first.path))
+        return out
+
+    def _handed(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return None
+        info = self.info(x)
+        # Who owns an open value's gradient is settled later, for each module on its own.
+        return None if any(isinstance(k, Pending) for k in info.kinds) and x.requires_grad else (tuple(info.kinds), info.data)
 
     def note(self, path: str, side: str, key: str, x: Tensor) -> None:
         info = self.info(x)
@@ -383,6 +426,14 @@ class Propagation(TorchFunctionMode):
                 where=rec.where, module=rec.module, legal="dropout, or random numbers drawn outside the model",
             )  # fmt: skip
         tensors = [leaves[i] for i in slots]
+        if not rec.in_place and not any(map(compat.is_fake, tensors)):
+            out = self._attempt(rec, args, kwargs)
+            if self._same_values(rec, out):
+                self.cursor += 1
+                self.stack.next_ordinal()
+                neutral: list[list[Kind]] = [[N] * len(self.axes) for _ in rec.outs]
+                self._label_outputs(rec, out, args, neutral, False, [])
+                return out
         self._open_parameters(tensors)
         choices, tensors, converts = self._choose(rec, tensors)
         for i, t in zip(slots, tensors, strict=True):
@@ -409,6 +460,16 @@ class Propagation(TorchFunctionMode):
             edit = Edit(rec.ordinal, rec.name, sized if edited else None, tuple(converts), replacement, rec.where)
             self.result.edits.setdefault(rec.module, {})[rec.ordinal] = edit
         return out
+
+    def _same_values(self, rec: Call, out: Any) -> bool:
+        """Whether a constant (computed for real: see `run_call`) came out here as on the single device, though perhaps
+        from this rank's part of another constant: `(positions == 0).all()` is one truth on every rank."""
+        made = tensors_in(out)
+        known = [self.trace.values[v] for v in rec.outs]
+        if len(made) != len(known) or any(map(compat.is_fake, [*made, *known])):
+            return False
+        with compat.without_fake_mode():
+            return all(torch.equal(a, b) for a, b in zip(made, known, strict=True))
 
     def _open_parameters(self, tensors: list[Tensor]) -> None:
         # Each module's use of a replicated parameter settles its own gradient ownership.
@@ -523,13 +584,16 @@ class Propagation(TorchFunctionMode):
         return [shape[dim] for shape in local]
 
     def _try_own(self, rec: Call, leaves: list[Any], structure: Any) -> list[tuple[int, ...]] | None:
-        args, kwargs = compat.unflatten(list(leaves), structure)
+        out = self._attempt(rec, *compat.unflatten(list(leaves), structure))
+        return None if out is None else [tuple(t.shape) for t in tensors_in(out)]
+
+    def _attempt(self, rec: Call, args: Any, kwargs: Any) -> Any:
+        """The call with the user's own arguments; None where they do not fit this rank's shapes."""
         try:
-            with torch.no_grad():
-                out = rec.func(*args, **kwargs)
-        except RuntimeError:
+            with torch.no_grad(), compat.quiet_fake_tensors():
+                return run_call(rec.func, args, kwargs, self.stack.path)
+        except (RuntimeError, ValueError):
             return None
-        return [tuple(t.shape) for t in tensors_in(out)]
 
     def _widened(self, rec: Call, leaves: list[Any], own: list[tuple[int, ...]], shapes: list[Any], out_kinds: list[list[Kind]]) -> bool:
         """A constant made, or a dim expanded, at this rank's size: all its shards are equal, so it may count as sharded."""

@@ -113,8 +113,9 @@ def matmul2d(op: Op, n: int) -> list[Strategy]:
             own = out.dim - (nd - bias.dim())
             ins = (Shard(own) if own >= 0 and bias.shape[own] != 1 else REP, *ins)
         found.append(Strategy(ins, (out,)))
+    # A bias is added to the partial sum once: it too is a partial value (rank 0's copy and zeros).
+    found.append(Strategy((*((P,) * biased), Shard(nd - 1), Shard(nd - 2)), (P,)))
     if not biased:
-        found.append(Strategy((Shard(nd - 1), Shard(nd - 2)), (P,)))
         found += linear_in(op, 0) + linear_in(op, 1)
     return found
 

@@ -1,0 +1,73 @@
+"""Which compositions are exact: every model of the matrix under every mesh, on four gloo ranks, against one device.
+
+    python -m benchmarks.exactness [word in a row's name] ...
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+import meshplan as mp
+from meshplan.verify.pool import RankPool
+from tests.distributed.models import FAMILIES, MESHES, Family
+
+# transformers gives Gemma2, whose scores are capped, no fused attention.
+ATTENTION = {**dict.fromkeys(("hf-llama", "hf-qwen3", "hf-gpt2"), ("sdpa", "eager")), "hf-gemma2": ("eager",)}
+
+
+def rows() -> Iterator[tuple[str, Family, Callable[[], nn.Module], mp.Plan]]:
+    """(name, family, factory, plan) of every row of the table."""
+    for name, family in FAMILIES.items():
+        for attention in ATTENTION.get(name, ("",)):
+            chosen = {"attn_implementation": attention} if attention else {}
+            for composition, mesh in MESHES.items():
+                for recompute in (False, True):
+                    # Four ranks that split two kv heads replicate each of them.
+                    heads = {} if mesh.get("tp") != 4 or "gpt" in name else _eight_heads(name)
+                    label = " ".join(filter(None, (name, attention, composition, "recompute" if recompute else "")))
+                    yield label, family, family.model(**chosen, **heads), family.plan(composition, recompute=recompute)
+
+
+def _eight_heads(name: str) -> dict[str, int]:
+    return {"num_attention_heads": 8} if name.startswith("hf-") else {"n_heads": 8}
+
+
+def main(words: list[str]) -> int:
+    wrong = 0
+    print(f"{'composition':58} {'loss':>8} {'gradients':>9} {'after 2':>8}  collectives a step and rank      s", flush=True)
+    with RankPool(4):
+        for label, family, factory, plan in rows():
+            if not all(word in label.split() for word in words):
+                continue
+            start = time.perf_counter()
+            try:
+                receipt = mp.verify(factory, plan, nproc=_world(plan), rtol=family.rtol)
+            except mp.PlanError as error:
+                wrong += 1
+                print(f"{label:58} refused: [{error.code}] {error}", flush=True)
+                continue
+            figures = " ".join(f"{receipt.check(c).error:8.1e}" for c in ("loss", "gradients", "parameters"))
+            collectives = receipt.check("collectives")
+            counted = collectives.detail.split(" a step")[0] if collectives.passed else "NOT AS PREDICTED"
+            verdict = "" if receipt.passed else "  FAILED"
+            print(f"{label:58} {figures}  {counted:>26} {time.perf_counter() - start:6.1f}{verdict}", flush=True)
+            if not receipt.passed:
+                wrong += 1
+                print(*(f"    {c.name}: {c.detail}" for c in receipt.checks if not c.passed), sep="\n", flush=True)
+    print(f"{wrong} wrong" if wrong else "all exact")
+    return int(wrong > 0)
+
+
+def _world(plan: mp.Plan) -> int:
+    world = 1
+    for degree in plan.mesh.values():
+        world *= degree
+    return world
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
