@@ -6,7 +6,7 @@ same arguments up to what the layouts change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshplan import compat
+from meshplan.compiler.repeats import Grouped, Segment, input_signature, intercept, like
 from meshplan.compiler.source import call_site
 from meshplan.errors import PlanError, Where
 
@@ -71,6 +72,7 @@ class Trace:
     values: list[Tensor] = field(default_factory=list)
     entered: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     reads: list[tuple[str, Any]] = field(default_factory=list)
+    grouped: list[Grouped] = field(default_factory=list)
     outputs: Any = None
     mode: Any = None
 
@@ -176,9 +178,31 @@ class _Capture(TorchFunctionMode):
     def __init__(self, trace: Trace, ids: ValueIds, stack: ModuleStack) -> None:
         super().__init__()
         self.trace, self.ids, self.stack = trace, ids, stack
+        self.paused = False
+        self.segments: dict[Any, Segment] = {}
+
+    def grouped(self, path: str, group: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the forward of a module that has equals, or let the first equal's trace stand for it."""
+        inputs = compat.flatten((args, kwargs))[0]
+        key = (group, input_signature(args, kwargs))
+        first = self.segments.get(key)
+        if first is None:
+            number = len(self.trace.grouped)
+            self.trace.grouped.append(Grouped(path, None, ()))
+            out = forward(*args, **kwargs)
+            self.segments[key] = Segment(number, path, inputs, out=out)
+            return out
+        self.paused = True
+        out = like(first.out, first.inputs, inputs)
+        self.paused = False
+        outs = tuple(self.ids.get(t) for t in tensors_in(out))
+        self.trace.grouped.append(Grouped(path, first.number, outs))
+        return out
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         out = run_call(func, args, kwargs, self.stack.path)
         if not is_recorded(func, out):
             if getattr(func, "__name__", "") in HOST_READS:
@@ -219,8 +243,11 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [x for x in compat.flatten(tree)[0] if isinstance(x, Tensor)]
 
 
-def capture(skeleton: nn.Module, mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    """Run `skeleton` (a fake copy) once on fake global inputs and record its torch calls.
+def capture(
+    skeleton: nn.Module, mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any], groups: Mapping[str, int] | None = None
+) -> Trace:
+    """Run `skeleton` (a fake copy) once on fake global inputs and record its torch calls. Of modules that `groups` says are
+    equal, those that are handed like inputs are traced once.
 
     Raises PlanError `host-read` where the program depends on tensor values.
     """
@@ -235,7 +262,9 @@ def capture(skeleton: nn.Module, mode: Any, args: tuple[Any, ...], kwargs: dict[
 
     for t in [*skeleton.parameters(), *skeleton.buffers(), *tensors_in((args, kwargs))]:
         ids.get(t)
-    with mode, module_hooks(skeleton, before, after), torch.device("cpu"), _Capture(trace, ids, stack):
+    recorder = _Capture(trace, ids, stack)
+    intercept(skeleton, groups or {}, recorder.grouped)
+    with mode, module_hooks(skeleton, before, after), torch.device("cpu"), recorder:
         out = skeleton(*args, **kwargs)
     trace.values = ids.values
     leaves, structure = compat.flatten(out)

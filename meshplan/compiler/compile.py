@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 from meshplan import compat
 from meshplan.compiler.bind import Bound, bind
 from meshplan.compiler.capture import Trace, capture, module_hooks
+from meshplan.compiler.edits import Edit
 from meshplan.compiler.kinds import I, Kind, N, Pending, R
 from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.lowered import Boundary, Core, ParamPlan, Program
 from meshplan.compiler.propagate import Pass, Propagation
 from meshplan.compiler.examples import Example, example_inputs
+from meshplan.compiler.repeats import FullTraceNeeded, equal_layers, intercept, moved_path
 from meshplan.compiler.sites import Decisions
 from meshplan.compiler.skeleton import fake_copy, fake_world
 from meshplan.compiler.strategies import Chooser
@@ -48,10 +51,16 @@ def compile_core(
     axes = [Axis(name, groups.group(name), name in DATA_AXES) for name, n in spec.axes if n > 1 and name != "pp"]
     examples = example_inputs(model, bound, inputs, [a.name for a in axes])
     kinds = {name: _param_kinds(bound, name, axes) for name in bound.params}
+    groups_of_equals = equal_layers(model, bound, kinds)
     with fake_world() as mode:
-        single = fake_copy(model, mode)
-        trace = capture(single, mode, (), _fake_inputs(examples, mode, None))
-        result, settled = _until_stable(model, mode, trace, bound, spec, rank, axes, examples, kinds)
+        for equals in (groups_of_equals, {}):
+            trace = capture(fake_copy(model, mode), mode, (), _fake_inputs(examples, mode, None), equals)
+            try:
+                result, settled = _until_stable(model, mode, trace, bound, spec, rank, axes, examples, kinds, equals)
+                break
+            except FullTraceNeeded:
+                continue
+    expand_repeats(result, settled)
     program = _program(bound, result, settled, axes, examples)
     return Core(bound, spec, _params(bound, result, axes, kinds), program)
 
@@ -90,12 +99,12 @@ def _fake_inputs(examples: dict[str, Example], mode: Any, axes: list[Axis] | Non
 
 def _until_stable(
     model: nn.Module, mode: Any, trace: Trace, bound: Bound, spec: MeshSpec, rank: int, axes: list[Axis],
-    examples: dict[str, Example], kinds: dict[str, list[Kind]],
+    examples: dict[str, Example], kinds: dict[str, list[Kind]], equals: Mapping[str, int],
 ) -> tuple[Pass, Decisions]:  # fmt: skip
     decisions = Decisions()
     for _ in range(MAX_PASSES):
         decisions.changed = False
-        run = _one_pass(model, mode, trace, bound, spec, rank, axes, examples, kinds, decisions)
+        run = _one_pass(model, mode, trace, bound, spec, rank, axes, examples, kinds, decisions, equals)
         for site, axis, pending, where in run.gathers:
             kind = R if R in pending.find().needs else I
             if decisions.gathered.get((site, axis)) != kind:
@@ -112,7 +121,7 @@ def _until_stable(
 
 def _one_pass(
     model: nn.Module, mode: Any, trace: Trace, bound: Bound, spec: MeshSpec, rank: int, axes: list[Axis],
-    examples: dict[str, Example], kinds: dict[str, list[Kind]], decisions: Decisions,
+    examples: dict[str, Example], kinds: dict[str, list[Kind]], decisions: Decisions, equals: Mapping[str, int],
 ) -> Propagation:  # fmt: skip
     def shape_of(name: str, t: Tensor) -> tuple[int, ...]:
         return local_shape(t.shape, kinds[name], axes) if name in kinds else tuple(t.shape)
@@ -147,12 +156,49 @@ def _one_pass(
         if isinstance(t, Tensor):
             run.label(t, Info(number, [k if isinstance(k, Shard) else I if t.requires_grad else N for k in leaf.kinds], True))
             number += 1
+    intercept(local, equals, run.grouped)
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: (run.result.timeline.saved(), t)[1], lambda t: t)
     with mode, module_hooks(local, run.before, run.after), torch.device("cpu"), hooks, run:
         local(**inputs)
     if run.cursor != len(trace.calls):
         raise run.diverged("its forward ends")
     return run
+
+
+def expand_repeats(result: Pass, settled: Decisions) -> None:
+    """Write out, for every module whose equal stood for it, what was found for that equal."""
+    for new, old in result.repeats:
+
+        def here(path: str, old: str = old, new: str = new) -> str | None:
+            return moved_path(path, old, new)
+
+        for site, move, where in list(result.moves):
+            path = here(site.module)
+            if path is not None:
+                key = (here(site.key) or site.key) if site.side == "param" else site.key
+                copied = replace(site, module=path, key=key)
+                result.moves.append((copied, move, where))
+                if site in result.shared:
+                    result.shared.add(copied)
+                if site in settled.implicit:
+                    settled.implicit[copied] = settled.implicit[site]
+        for path, edits in list(result.edits.items()):
+            if (moved := here(path)) is not None:
+                result.edits[moved] = {n: _moved_edit(e, here) for n, e in edits.items()}
+        for (path, name, axis), pending in list(result.param_use.items()):
+            if (moved := here(path)) is not None:
+                result.param_use[moved, here(name) or name, axis] = pending
+        for path, side, key, shape, kinds in list(result.layouts):
+            if (moved := here(path)) is not None and path != old:
+                result.layouts.append((moved, side, key, shape, kinds))
+        result.calls |= {(here(a), here(b)) for a, b in result.calls if here(a) is not None and here(b) is not None}  # type: ignore[misc]
+
+
+def _moved_edit(edit: Edit, here: Callable[[str], str | None]) -> Edit:
+    if edit.replacement is None:
+        return edit
+    settings = tuple((k, here(v) or v) if k == "module" else (k, v) for k, v in edit.replacement.settings)
+    return replace(edit, replacement=replace(edit.replacement, settings=settings))
 
 
 def _buffers(module: nn.Module) -> list[Tensor]:

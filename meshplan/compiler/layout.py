@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshplan.compiler.kinds import Kind
 from meshplan.plan.placements import Shard
-from meshplan.runtime.comm import AxisGroup, chunk_sizes
+from meshplan.runtime.comm import AxisGroup, chunk_size
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def local_dim(size: int, dim: int, kinds: Sequence[Kind], axes: Sequence[Axis], 
         if isinstance(kind, Shard) and kind.dim == dim:
             at = axis.group.rank if coords is None else coords[k]
             pieces = kind.parts if kind.parts and sum(kind.parts) == size else (size,)
-            size = sum(chunk_sizes(piece, axis.degree)[at] for piece in pieces)
+            size = sum(chunk_size(piece, axis.degree, at) for piece in pieces)
     return size
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshplan.compiler.repeats import moved_path
 from meshplan.compiler.sites import Site
 from meshplan.errors import Where
 from meshplan.runtime.comm import AxisGroup
@@ -62,6 +63,16 @@ class Timeline:
     def leave(self, path: str, grad: bool) -> None:
         """A module ends; `grad`: one of its outputs needs a gradient."""
         self.events.append(Event("leave", path, grad=grad))
+
+    def repeat(self, start: int, end: int, old: str, new: str) -> None:
+        """Events `start` to `end`, which module `old` made, once more for its equal `new`."""
+        for e in self.events[start:end]:
+            module = moved_path(e.module, old, new)
+            if module is None:
+                self.events.append(e)
+                continue
+            site = replace(e.site, module=moved_path(e.site.module, old, new) or e.site.module) if e.site else None
+            self.events.append(replace(e, module=module, site=site))
 
     def saved(self) -> None:
         if self.events and self.events[-1].what == "saved":

@@ -23,6 +23,12 @@ def chunk_sizes(size: int, n: int) -> list[int]:
     return [max(0, min(step, size - i * step)) for i in range(n)]
 
 
+def chunk_size(size: int, n: int, index: int) -> int:
+    """Entry `index` of `chunk_sizes(size, n)`, without making the list."""
+    step = -(-size // n)
+    return max(0, min(step, size - index * step))
+
+
 def chunk_offset(size: int, n: int, index: int) -> int:
     """First index of shard `index` of a dim of `size` cut in `n` (clamped to `size` for empty shards)."""
     return min(size, -(-size // n) * index)

@@ -1,0 +1,146 @@
+"""Equal layers are traced once: which modules of a list are alike, and how one's trace stands for the others'."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshplan import compat
+from meshplan.compiler.bind import Bound
+from meshplan.compiler.kinds import Kind
+
+_PLAIN = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
+
+
+def equal_layers(model: nn.Module, bound: Bound, kinds: Mapping[str, list[Kind]]) -> dict[str, int]:
+    """Modules of a ModuleList or Sequential that are alike in everything tracing can see: class, attributes, parameters with
+    their layouts, buffers, children, hooks and rules. Their paths, with the number of the class of equals they are in.
+
+    An attribute that is not plain data counts by identity, so what cannot be compared is taken for different.
+    """
+    params = {id(p): name for name, p in model.named_parameters()}
+    keys: dict[str, Any] = {}
+    for path, parent in model.named_modules():
+        if isinstance(parent, (nn.ModuleList, nn.Sequential)) and len(parent) > 1:
+            for name, child in parent.named_children():
+                inner = f"{path}.{name}" if path else name
+                keys[inner] = _describe(child, inner, "", bound, kinds, params)
+    counts = Counter(keys.values())
+    numbers: dict[Any, int] = {}
+    return {path: numbers.setdefault(key, len(numbers)) for path, key in keys.items() if counts[key] > 1}
+
+
+def _describe(m: nn.Module, path: str, relative: str, bound: Bound, kinds: Mapping[str, list[Kind]], params: Mapping[int, str]) -> Any:
+    own = []
+    for key, value in sorted(m.__dict__.items()):
+        if key in ("_parameters", "_buffers", "_modules"):
+            continue
+        own.append((key, _attribute(value)))
+    weights = []
+    for name, p in m._parameters.items():
+        if p is None:
+            weights.append((name, None))
+            continue
+        canonical = params[id(p)]
+        tied = canonical if len(bound.params[canonical].names) > 1 else ""
+        weights.append((name, (tuple(p.shape), p.dtype, p.requires_grad, tuple(map(str, kinds[canonical])), tied)))
+    buffers = [(name, None if b is None else (tuple(b.shape), b.dtype)) for name, b in m._buffers.items()]
+    rule = bound.modules.get(path)
+    layouts = (repr(rule.input), repr(rule.output)) if rule else None
+    children = [
+        (name, _describe(c, f"{path}.{name}", f"{relative}.{name}", bound, kinds, params) if c is not None else None)
+        for name, c in m._modules.items()
+    ]
+    return (type(m), tuple(own), tuple(weights), tuple(buffers), layouts, tuple(children))
+
+
+def _attribute(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    if isinstance(value, (list, tuple)):
+        return (type(value), tuple(map(_attribute, value)))
+    if isinstance(value, (dict, set)) and not value:
+        return type(value)
+    if isinstance(value, dict):
+        return (type(value), tuple((_attribute(k), _attribute(v)) for k, v in value.items()))
+    return (type(value), id(value))
+
+
+class FullTraceNeeded(Exception):
+    """Equal modules turned out to be handed unlike tensors on a rank, so each must be traced itself."""
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """One call of a grouped module: traced itself (`of` None) or standing on the call number `of`; `outs` are its values."""
+
+    path: str
+    of: int | None
+    outs: tuple[int, ...]
+
+
+@dataclass
+class Segment:
+    """What one traced call of a grouped module was handed and gave."""
+
+    number: int
+    path: str
+    inputs: list[Any]
+    given: Any = None
+    out: Any = None
+    start: int = 0
+    end: int = 0
+    infos: list[Any] = field(default_factory=list)
+
+
+def input_signature(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """What a module is handed, as far as its trace depends on it: shapes, dtypes, gradients, constants, and which are equal."""
+    leaves, structure = compat.flatten((args, kwargs))
+    seen: dict[int, int] = {}
+    described: list[Any] = []
+    for x in leaves:
+        if isinstance(x, Tensor):
+            same = seen.setdefault(id(x), len(seen))
+            described.append((tuple(x.shape), x.dtype, x.requires_grad, compat.is_fake(x), same))
+        else:
+            described.append(repr(x))
+    return (str(structure), *described)
+
+
+def like(out: Any, old_inputs: list[Any], new_inputs: list[Any]) -> Any:
+    """An output of the same shape as `out`: inputs that were passed through are the new inputs, other tensors are fresh."""
+    leaves, structure = compat.flatten(out)
+    through = {id(old): new for old, new in zip(old_inputs, new_inputs, strict=True) if isinstance(old, Tensor)}
+    return compat.unflatten([_fresh(x, through) if isinstance(x, Tensor) else x for x in leaves], structure)
+
+
+def _fresh(x: Tensor, through: Mapping[int, Tensor]) -> Tensor:
+    if id(x) in through:
+        return through[id(x)]
+    made = torch.empty_like(x, requires_grad=False)
+    # Not a leaf, since the model may write into it.
+    return made.requires_grad_().clone() if x.requires_grad else made
+
+
+def intercept(skeleton: nn.Module, groups: Mapping[str, int], handle: Callable[..., Any]) -> None:
+    """Let `handle(path, group, forward, args, kwargs)` run the forwards of a skeleton's grouped modules."""
+    for path, group in groups.items():
+        module = skeleton.get_submodule(path)
+        forward = module.forward
+
+        def run(*args: Any, _path: str = path, _group: int = group, _forward: Any = forward, **kwargs: Any) -> Any:
+            return handle(_path, _group, _forward, args, kwargs)
+
+        module.forward = run  # type: ignore[method-assign]
+
+
+def moved_path(path: str, old: str, new: str) -> str | None:
+    """`path` with the prefix `old` replaced by `new`; None if it does not lie under `old`."""
+    if path == old:
+        return new
+    return new + path[len(old) :] if path.startswith(old + ".") else None

@@ -1,0 +1,117 @@
+"""Equal layers are traced once, and the result is what tracing each of them gives."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshplan as mp
+from meshplan.compiler import compile as compiling
+from meshplan.compiler.repeats import moved_path
+from meshplan.models.llama import Llama, LlamaConfig
+
+
+def llama(**change: object) -> Llama:
+    sizes = {"dim": 24, "n_layers": 4, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 40, "vocab_size": 31}
+    return Llama(LlamaConfig(**{**sizes, **change}))
+
+
+RULES = [
+    mp.Rule("tok_embeddings", use="embedding", output={"tp": mp.S(1)}),
+    mp.Rule("layers.*.{attention_norm,ffn_norm}", use="sequence"),
+    mp.Rule("layers.*.attention.{wq,wk,wv}", use="colwise"),
+    mp.Rule("layers.*.attention.wo", use="rowwise", output={"tp": mp.S(1)}),
+    mp.Rule("layers.*.feed_forward.{w1,w3}", use="colwise"),
+    mp.Rule("layers.*.feed_forward.w2", use="rowwise", output={"tp": mp.S(1)}),
+    mp.Rule("norm", use="sequence"),
+    mp.Rule("output", use="vocab_head"),
+]
+
+
+def plan(rules: list[mp.Rule], **sections: object) -> mp.Plan:
+    item = mp.Input(shape=(4, 10), dtype=torch.int64, place={"dp": mp.S(0)})
+    return mp.Plan(mesh={"dp_shard": 2, "tp": 2}, inputs={"tokens": item, "labels": item}, rules=rules, **sections)
+
+
+def both_ways(model: nn.Module, p: mp.Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[dict, dict]:
+    once = mp.lower(model, p, 4).to_json()
+    monkeypatch.setattr(compiling, "equal_layers", lambda *args: {})
+    return once, mp.lower(model, p, 4).to_json()
+
+
+def unordered(items: list[dict]) -> list[str]:
+    return sorted(json.dumps(item, sort_keys=True) for item in items)
+
+
+@pytest.mark.parametrize("change", [{}, {"dropout": 0.1}, {"qk_norm": True}, {"tied": True}])
+def test_one_trace_for_equal_layers_gives_what_all_traces_give(change, monkeypatch):
+    sections = {"fsdp": mp.Fsdp(units=["layers.*"]), "recompute": mp.Recompute(units=["layers.*"])}
+    once, each = both_ways(llama(**change), plan(RULES, **sections), monkeypatch)
+    assert once["collectives"] == each["collectives"] and len(once["collectives"]) > 40
+    for key in ("boundaries", "edits", "placements"):
+        assert unordered(once[key]) == unordered(each[key])
+
+
+def test_a_rule_for_one_layer_makes_it_unlike_the_others(monkeypatch):
+    one = mp.Rule("layers.2.feed_forward.w2", output={"tp": mp.R}, override=True)
+    once, each = both_ways(llama(), plan([*RULES, one]), monkeypatch)
+    assert once["collectives"] == each["collectives"]
+    ops = [(c["module"], c["phase"], c["op"]) for c in once["collectives"] if c["module"] in ("layers.2", "layers.2.feed_forward.w2")]
+    # Summed whole, and cut again where it meets the residual stream, whose mate gathers.
+    assert ops == [("layers.2.feed_forward.w2", "forward", "all_reduce"), ("layers.2", "backward", "all_gather")]
+
+
+def test_only_traced_calls_grow_with_distinct_layers(monkeypatch):
+    counted = []
+    real = compiling.capture
+
+    def counting(*args: object) -> object:
+        trace = real(*args)
+        counted.append(len(trace.calls))
+        return trace
+
+    monkeypatch.setattr(compiling, "capture", counting)
+    mp.lower(llama(n_layers=2), plan(RULES), 4)
+    mp.lower(llama(n_layers=9), plan(RULES), 4)
+    assert counted[0] == counted[1]
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+        self.up = nn.Linear(6, 8, bias=False)
+        self.down = nn.Linear(8, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x) * self.factor if self.factor > 1 else self.up(x))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Scaled(1.0), Scaled(1.0), Scaled(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def test_an_attribute_that_differs_keeps_layers_apart():
+    p = mp.Plan(
+        mesh={"tp": 2},
+        inputs={"x": mp.Input(shape=(3, 6), dtype=torch.float32, place={})},
+        rules=[mp.Rule("blocks.*.up", use="colwise"), mp.Rule("blocks.*.down", use="rowwise")],
+    )
+    core = mp.lower(Stack(), p, 2).core
+    kinds = {name: compiling._param_kinds(core.bound, name, []) for name in core.bound.params}
+    equal = compiling.equal_layers(Stack(), core.bound, kinds)
+    assert set(equal) == {"blocks.0", "blocks.1"}
+
+
+def test_moved_path_moves_only_what_lies_under_the_prefix():
+    assert moved_path("layers.1.wq", "layers.1", "layers.7") == "layers.7.wq"
+    assert moved_path("layers.1", "layers.1", "layers.7") == "layers.7"
+    assert moved_path("layers.12.wq", "layers.1", "layers.7") is None
