@@ -62,7 +62,7 @@ def compile_core(
                 continue
     expand_repeats(result, settled)
     program = _program(bound, result, settled, axes, examples)
-    return Core(bound, spec, _params(bound, result, axes, kinds), program)
+    return Core(bound, spec, _params(bound, result, axes, kinds), program, examples)
 
 
 def _refuse_unlowered(plan: Plan, spec: MeshSpec) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshplan.compiler.bind import Bound
 from meshplan.compiler.edits import Edit
+from meshplan.compiler.examples import Example
 from meshplan.compiler.kinds import Kind
 from meshplan.compiler.sites import Move, Site
 from meshplan.compiler.timeline import Event
@@ -62,9 +63,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Core:
-    """Everything the compiler derived for one model, plan and world."""
+    """Everything the compiler derived for one model, plan and world, and the inputs it was lowered for."""
 
     bound: Bound
     spec: MeshSpec
     params: dict[str, ParamPlan]
     program: Program
+    examples: dict[str, Example] = field(default_factory=dict)
