@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from meshplan.cli import ranks
+from meshplan.cli import demo, diff, explain, ranks, verify
 from meshplan.errors import PlanError
 
 PLAN_ERROR = 2
@@ -35,3 +35,5 @@ def main() -> None:
 
 
 app.command("ranks")(ranks.ranks)
+for command in (explain, verify, diff, demo):
+    command.register(app)
