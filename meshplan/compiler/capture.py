@@ -6,8 +6,7 @@ same arguments up to what the layouts change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshplan import compat
-from meshplan.compiler.repeats import Grouped, Segment, input_signature, intercept, like
+from meshplan.compiler.repeats import Equals, Grouped, Segment, input_signature, like
 from meshplan.compiler.source import call_site
 from meshplan.errors import PlanError, Where
 
@@ -175,20 +174,21 @@ def run_call(func: Callable[..., Any], args: Any, kwargs: Any, path: str) -> Any
 
 
 class _Capture(TorchFunctionMode):
-    def __init__(self, trace: Trace, ids: ValueIds, stack: ModuleStack) -> None:
+    def __init__(self, trace: Trace, ids: ValueIds, stack: ModuleStack, equals: Equals | None) -> None:
         super().__init__()
-        self.trace, self.ids, self.stack = trace, ids, stack
+        self.trace, self.ids, self.stack, self.equals = trace, ids, stack, equals
+        self.hooks: Callable[[str, nn.Module], None] = lambda path, module: None
         self.paused = False
         self.segments: dict[Any, Segment] = {}
 
-    def grouped(self, path: str, group: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def grouped(self, path: str, group: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the forward of a module that has equals, or let the first equal's trace stand for it."""
         inputs = compat.flatten((args, kwargs))[0]
         key = (group, input_signature(args, kwargs))
         first = self.segments.get(key)
         if first is None:
             number = len(self.trace.grouped)
-            self.trace.grouped.append(Grouped(path, None, ()))
+            self.trace.grouped.append(Grouped(path, None, (), self._filled(path, module)))
             out = forward(*args, **kwargs)
             self.segments[key] = Segment(number, path, inputs, out=out)
             return out
@@ -198,6 +198,16 @@ class _Capture(TorchFunctionMode):
         outs = tuple(self.ids.get(t) for t in tensors_in(out))
         self.trace.grouped.append(Grouped(path, first.number, outs))
         return out
+
+    def _filled(self, path: str, module: nn.Module) -> int:
+        assert self.equals is not None
+        if path not in self.equals.hollow:
+            return -1
+        self.paused = True
+        made = self.equals.fill(path, module, self.trace.mode, None, self.grouped)
+        self.paused = False
+        self.hooks(path, module)
+        return [self.ids.new(t) for t in made][0] if made else -1
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -223,20 +233,26 @@ class _Capture(TorchFunctionMode):
         return out
 
 
-@contextmanager
-def module_hooks(model: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
-    """Call `before(path, module, args, kwargs)` and `after(path, module, args, kwargs, out)` around every module of a
+class ModuleHooks:
+    """Calls `before(path, module, args, kwargs)` and `after(path, module, args, kwargs, out)` around every module of a
     compile-time copy; what they return, unless None, replaces the arguments or the output."""
-    handles = []
-    for path, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda m, a, k, path=path: before(path, m, a, k), with_kwargs=True))
-        # `prepend`: the user's own hooks are part of the module's program, so ours stand outside them.
-        handles.append(module.register_forward_hook(lambda m, a, k, o, path=path: after(path, m, a, k, o), with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def __init__(self, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        self.before, self.after = before, after
+
+    def on(self, model: nn.Module) -> None:
+        for path, module in model.named_modules():
+            self._one(path, module)
+
+    def inside(self, path: str, module: nn.Module) -> None:
+        """Hook what a hollow module was filled with."""
+        for inner, child in module.named_modules():
+            if inner:
+                self._one(f"{path}.{inner}", child)
+
+    def _one(self, path: str, module: nn.Module) -> None:
+        module.register_forward_pre_hook(lambda m, a, k: self.before(path, m, a, k), with_kwargs=True)
+        module.register_forward_hook(lambda m, a, k, o: self.after(path, m, a, k, o), with_kwargs=True)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -244,10 +260,10 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def capture(
-    skeleton: nn.Module, mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any], groups: Mapping[str, int] | None = None
+    skeleton: nn.Module, mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any], equals: Equals | None = None
 ) -> Trace:
-    """Run `skeleton` (a fake copy) once on fake global inputs and record its torch calls. Of modules that `groups` says are
-    equal, those that are handed like inputs are traced once.
+    """Run `skeleton` (a fake copy) once on fake global inputs and record its torch calls. Of modules that are
+    `equals`, those that are handed like inputs are traced once.
 
     Raises PlanError `host-read` where the program depends on tensor values.
     """
@@ -262,9 +278,12 @@ def capture(
 
     for t in [*skeleton.parameters(), *skeleton.buffers(), *tensors_in((args, kwargs))]:
         ids.get(t)
-    recorder = _Capture(trace, ids, stack)
-    intercept(skeleton, groups or {}, recorder.grouped)
-    with mode, module_hooks(skeleton, before, after), torch.device("cpu"), recorder:
+    recorder, hooks = _Capture(trace, ids, stack, equals), ModuleHooks(before, after)
+    recorder.hooks = hooks.inside
+    hooks.on(skeleton)
+    if equals is not None:
+        equals.intercept(skeleton, recorder.grouped)
+    with mode, torch.device("cpu"), recorder:
         out = skeleton(*args, **kwargs)
     trace.values = ids.values
     leaves, structure = compat.flatten(out)

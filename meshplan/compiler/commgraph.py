@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from meshplan.compiler.fsdp_cuts import DATA, averaged, fsdp_cuts, kept_whole, sharded_by_fsdp
 from meshplan.compiler.fsdp_schedule import FsdpPolicy, FsdpUnit, Point, fsdp_events
 from meshplan.compiler.fsdp_units import fsdp_units
 from meshplan.compiler.lowered import Core, ParamPlan
@@ -22,7 +23,6 @@ from meshplan.plan.placements import Shard
 from meshplan.runtime.comm import chunk_sizes
 from meshplan.runtime.recorder import wire_bytes
 
-DATA = ("dp_replicate", "dp_shard", "cp")
 
 
 @dataclass(frozen=True)
@@ -65,34 +65,19 @@ class Step:
 def fsdp_of(model: nn.Module, core: Core, rank: int = 0) -> tuple[tuple[FsdpUnit, ...], FsdpPolicy | None]:
     """The FSDP units of a core as `rank` has them, and their policy; none where data axes shard no parameters."""
     section, spec = core.bound.plan.fsdp, core.spec
-    if section is None or section.strategy == "ddp" or spec.degree(*DATA) == 1:
+    if section is None or not sharded_by_fsdp(core):
         return (), None
     shard, copies = spec.degree("dp_shard", "cp"), spec.degree("dp_replicate")
     by_id = {id(p): name for name, p in model.named_parameters()}
-
-    def dim_of(p: nn.Parameter) -> int:
-        name = by_id[id(p)]
-        return core.bound.shard_dims.get(name, fsdp_dim(core.params[name], spec, shard))
-
+    cuts = fsdp_cuts(core)
     units = fsdp_units(
         model, core.bound.fsdp_units, shard=shard, strategy=section.strategy,  # type: ignore[arg-type]
-        reshard_after_forward=section.reshard_after_forward, shard_dim_of=dim_of,
+        reshard_after_forward=section.reshard_after_forward, shard_dim_of=lambda p: cuts[by_id[id(p)]],
         local_shape_of=lambda name, p: local_param_shape(core.params[name], spec, rank),
-        unused=frozenset(n for n, p in core.params.items() if not p.reduce),
+        unused=frozenset(n for n, p in core.params.items() if not p.reduce), whole=kept_whole(core),
     )  # fmt: skip
     policy = FsdpPolicy(section.strategy, shard, copies if copies > 1 else None, section.param_dtype, section.reduce_dtype)  # type: ignore[arg-type]
     return units, policy
-
-
-def fsdp_dim(param: ParamPlan, spec: MeshSpec, n: int) -> int:
-    """The dim FSDP cuts a parameter along, over `n` ranks: the first that divides after the other axes' splits. A dim that
-    they split unevenly does not count, since its length differs between ranks."""
-    sizes = list(param.shape)
-    for axis, shard in param.shards:
-        pieces, degree = shard.parts or (sizes[shard.dim],), spec.degree(axis)
-        uneven = any(piece % degree for piece in pieces)
-        sizes[shard.dim] = -1 if uneven or sizes[shard.dim] < 0 else sizes[shard.dim] // degree
-    return next((dim for dim, size in enumerate(sizes) if size >= 0 and size % n == 0), 0)
 
 
 def local_param_shape(param: ParamPlan, spec: MeshSpec, rank: int) -> tuple[int, ...]:
@@ -211,12 +196,12 @@ class Walk:
         """Reductions after backward: see runtime/gradients.py, which packs the same buckets."""
         from meshplan.runtime.gradients import bucket_sizes
 
-        core, fsdp = self.core, self.step.policy
+        core = self.core
         found: dict[tuple[tuple[str, ...], bool], list[ParamPlan]] = {}
         for plan in core.params.values():
             if plan.requires_grad:
                 sums = tuple(a for a in plan.reduce if a not in DATA)
-                means = fsdp is None and any(a in DATA for a in plan.reduce)
+                means = averaged(core, plan)
                 if sums or means:
                     found.setdefault((sums, means), []).append(plan)
         for (sums, means), plans in found.items():
@@ -232,10 +217,9 @@ class Walk:
     def _gradient_elements(self, p: ParamPlan) -> int:
         shape = list(local_param_shape(p, self.core.spec, self.rank))
         if self.step.policy is not None:
-            dims = {q.name: q.shard_dim for u in self.step.units for q in u.params}
-            n = self.step.policy.shard
-            at = self.core.spec.coord(self.rank, "dp_shard", "cp")
-            shape[dims[p.name]] = chunk_sizes(shape[dims[p.name]], n)[at]
+            dim, at = fsdp_cuts(self.core)[p.name], self.core.spec.coord(self.rank, "dp_shard", "cp")
+            if dim is not None:
+                shape[dim] = chunk_sizes(shape[dim], self.step.policy.shard)[at]
         total = 1
         for s in shape:
             total *= s

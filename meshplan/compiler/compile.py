@@ -11,17 +11,19 @@ from torch import Tensor, nn
 
 from meshplan import compat
 from meshplan.compiler.bind import Bound, bind
-from meshplan.compiler.capture import Trace, capture, module_hooks
+from meshplan.compiler.capture import ModuleHooks, Trace, capture
+from meshplan.compiler.check import CHECKS, Checked, check_uses
 from meshplan.compiler.edits import Edit
 from meshplan.compiler.kinds import I, Kind, N, Pending, R
 from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.lowered import Boundary, Core, ParamPlan, Program
 from meshplan.compiler.propagate import Pass, Propagation
 from meshplan.compiler.examples import Example, example_inputs
-from meshplan.compiler.repeats import FullTraceNeeded, equal_layers, intercept, moved_path
+from meshplan.compiler.repeats import Equals, FullTraceNeeded, equal_layers, moved_path
 from meshplan.compiler.sites import Decisions
 from meshplan.compiler.skeleton import fake_copy, fake_world
 from meshplan.compiler.strategies import Chooser
+from meshplan.compiler.uses import final, settled as settled_kind
 from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups, abstract_groups
 from meshplan.mesh.spec import MeshSpec
@@ -33,36 +35,51 @@ MAX_PASSES = 8
 
 
 def compile_core(
-    model: nn.Module, plan: Plan, spec: MeshSpec, inputs: Mapping[str, Any] | None = None, rank: int = 0
-) -> Core:
+    model: nn.Module, plan: Plan, spec: MeshSpec, inputs: Mapping[str, Any] | None = None, rank: int = 0, *,
+    check: str = "values", fold: bool = True,
+) -> Core:  # fmt: skip
     """Derive the program of `rank`.
 
     Arguments:
         model: unchanged; its parameters may be on the meta device.
         inputs: global example inputs by argument name (tensors, `Input`, or Python constants) that add to or replace
             the plan's.
+        check: "values" runs every distinct use of a rule with numbers (`meshplan.compiler.check`); "off" trusts the rules.
+        fold: propagate one of equal layers for all; without, `Program.decided` has every call of every layer.
 
-    Raises PlanError, each with the user's line: what `bind` raises, and `host-read`, `no-rule`, `diverged`, `random-op`,
-    `no-redistribution`, `local-shape`, `in-place`, `mixed-use`, `axis-not-lowered`.
+    Raises PlanError, each with the user's line: what `bind` raises, `rule-refuted`, `bad-check`, and `host-read`, `no-rule`,
+    `diverged`, `random-op`, `no-redistribution`, `local-shape`, `in-place`, `mixed-use`, `axis-not-lowered`.
     """
     _refuse_unlowered(plan, spec)
+    if check not in CHECKS:
+        raise PlanError(f"check={check!r}", code="bad-check", legal=list(CHECKS))
     bound = bind(plan, model, degrees=dict(spec.axes), given=tuple(inputs or ()))
     groups = abstract_groups(spec, rank)
     axes = [Axis(name, groups.group(name), name in DATA_AXES) for name, n in spec.axes if n > 1 and name != "pp"]
     examples = example_inputs(model, bound, inputs, [a.name for a in axes])
     kinds = {name: _param_kinds(bound, name, axes) for name in bound.params}
-    groups_of_equals = equal_layers(model, bound, kinds)
     with fake_world() as mode:
-        for equals in (groups_of_equals, {}):
-            trace = capture(fake_copy(model, mode), mode, (), _fake_inputs(examples, mode, None), equals)
-            try:
-                result, settled = _until_stable(model, mode, trace, bound, spec, rank, axes, examples, kinds, equals)
-                break
-            except FullTraceNeeded:
-                continue
+        trace, result, settled = _settled(model, mode, bound, spec, rank, axes, examples, kinds, fold)
+        decided = tuple(map(final, result.decided))
+    checked = check_uses(decided, axes, trace) if check == "values" else Checked()
     expand_repeats(result, settled)
-    program = _program(bound, result, settled, axes, examples)
+    program = replace(_program(bound, result, settled, axes, examples), checked=checked)
     return Core(bound, spec, _params(bound, result, axes, kinds), program, examples)
+
+
+def _settled(
+    model: nn.Module, mode: Any, bound: Bound, spec: MeshSpec, rank: int, axes: list[Axis], examples: dict[str, Example],
+    kinds: dict[str, list[Kind]], fold: bool,
+) -> tuple[Trace, Pass, Decisions]:  # fmt: skip
+    """Propagate with equal layers traced once; where that does not work out, with every layer traced."""
+    groups = equal_layers(model, bound, kinds) if fold else {}
+    for equals in (Equals(model, groups), Equals(model, {})):
+        trace = capture(fake_copy(model, mode, None, equals.hollow), mode, (), _fake_inputs(examples, mode, None), equals)
+        try:
+            return trace, *_until_stable(model, mode, trace, bound, spec, rank, axes, examples, kinds, equals)
+        except FullTraceNeeded:
+            continue
+    raise AssertionError("a trace of every layer needs no other")
 
 
 def _refuse_unlowered(plan: Plan, spec: MeshSpec) -> None:
@@ -99,7 +116,7 @@ def _fake_inputs(examples: dict[str, Example], mode: Any, axes: list[Axis] | Non
 
 def _until_stable(
     model: nn.Module, mode: Any, trace: Trace, bound: Bound, spec: MeshSpec, rank: int, axes: list[Axis],
-    examples: dict[str, Example], kinds: dict[str, list[Kind]], equals: Mapping[str, int],
+    examples: dict[str, Example], kinds: dict[str, list[Kind]], equals: Equals,
 ) -> tuple[Pass, Decisions]:  # fmt: skip
     decisions = Decisions()
     for _ in range(MAX_PASSES):
@@ -121,12 +138,12 @@ def _until_stable(
 
 def _one_pass(
     model: nn.Module, mode: Any, trace: Trace, bound: Bound, spec: MeshSpec, rank: int, axes: list[Axis],
-    examples: dict[str, Example], kinds: dict[str, list[Kind]], decisions: Decisions, equals: Mapping[str, int],
+    examples: dict[str, Example], kinds: dict[str, list[Kind]], decisions: Decisions, equals: Equals,
 ) -> Propagation:  # fmt: skip
     def shape_of(name: str, t: Tensor) -> tuple[int, ...]:
         return local_shape(t.shape, kinds[name], axes) if name in kinds else tuple(t.shape)
 
-    local = fake_copy(model, mode, shape_of)
+    local = fake_copy(model, mode, shape_of, equals.hollow)
     owners = {name.rpartition(".")[0] for name in bound.params for k in kinds[name] if isinstance(k, Shard)}
     owners |= {n.rpartition(".")[0] for p in bound.params.values() for n in p.names if any(isinstance(k, Shard) for k in kinds[p.name])}
 
@@ -144,21 +161,35 @@ def _one_pass(
     run.axes = [Axis(a.name, type(a.group)(a.group.axis, a.group.size, a.group.rank, None, heard), a.data) for a in axes]
     run.chooser.groups = abstract_groups(spec, rank, heard)
     number = 0
-    for name, p in local.named_parameters():
-        run.label(p, Info(number, list(kinds[name]), False, name))
-        number += 1
-    for b in _buffers(local):
-        run.label(b, Info(number, [N] * len(axes), False))
-        number += 1
+
+    def label(module: nn.Module, prefix: str, number: int) -> int:
+        for name, p in module.named_parameters():
+            run.label(p, Info(number, list(kinds[prefix + name]), False, prefix + name))
+            number += 1
+        for b in module.buffers():
+            run.label(b, Info(number, [N] * len(axes), False))
+            number += 1
+        return number
+
+    number = label(local, "", 0)
+    hooks = ModuleHooks(run.before, run.after)
+
+    def fill(path: str, module: nn.Module, value: int) -> None:
+        equals.fill(path, module, mode, shape_of, run.grouped)
+        label(module, f"{path}.", value)
+        hooks.inside(path, module)
+
+    run.fill = fill
     inputs = _fake_inputs(examples, mode, axes)
     flat = [(leaf, t) for name, example in examples.items() for leaf, t in zip(example.leaves, compat.flatten(inputs[name])[0], strict=True)]
     for leaf, t in flat:
         if isinstance(t, Tensor):
             run.label(t, Info(number, [k if isinstance(k, Shard) else I if t.requires_grad else N for k in leaf.kinds], True))
             number += 1
-    intercept(local, equals, run.grouped)
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: (run.result.timeline.saved(), t)[1], lambda t: t)
-    with mode, module_hooks(local, run.before, run.after), torch.device("cpu"), hooks, run:
+    hooks.on(local)
+    equals.intercept(local, run.grouped)
+    saving = torch.autograd.graph.saved_tensors_hooks(lambda t: (run.result.timeline.saved(), t)[1], lambda t: t)
+    with mode, torch.device("cpu"), saving, run:
         local(**inputs)
     if run.cursor != len(trace.calls):
         raise run.diverged("its forward ends")
@@ -201,10 +232,6 @@ def _moved_edit(edit: Edit, here: Callable[[str], str | None]) -> Edit:
     return replace(edit, replacement=replace(edit.replacement, settings=settings))
 
 
-def _buffers(module: nn.Module) -> list[Tensor]:
-    return list(module.buffers())
-
-
 def _program(bound: Bound, result: Pass, settled: Decisions, axes: list[Axis], examples: dict[str, Example]) -> Program:
     first_only = []
     uses = {use: pending.find().needs for use, pending in result.param_use.items()}
@@ -232,18 +259,13 @@ def _program(bound: Bound, result: Pass, settled: Decisions, axes: list[Axis], e
         boundaries=boundaries,
         edits=result.edits,
         outputs=tuple((key, tuple(k), shape, scalar) for key, k, shape, scalar in result.outputs),
-        layouts=tuple((p, side, key, shape, tuple(_final(k) for k in kinds)) for p, side, key, shape, kinds in result.layouts),
+        layouts=tuple((p, side, key, shape, tuple(settled_kind(k) for k in kinds)) for p, side, key, shape, kinds in result.layouts),
         events=tuple(result.timeline.events),
         axes=tuple(a.name for a in axes),
         first_only=tuple(first_only),
         calls=frozenset(result.calls),
+        decided=tuple(map(final, result.decided)),
     )
-
-
-def _final(kind: Kind) -> Kind:
-    if isinstance(kind, Pending):
-        return R if R in kind.find().needs else I
-    return kind
 
 
 def _params(bound: Bound, result: Pass, axes: list[Axis], kinds: dict[str, list[Kind]]) -> dict[str, ParamPlan]:

@@ -24,7 +24,8 @@ class UnitParams:
         path: the unit's path, "" for the root.
         module: the module itself.
         params: (name in the model, parameter) in the order FSDP2 packs them: submodules before the modules around them.
-        foreign: parameters of the subtree that an enclosing unit owns, because it holds them too (tied weights).
+        foreign: parameters of the subtree that an enclosing unit owns, because it holds them too (tied weights), or that
+            no unit does.
     """
 
     path: str
@@ -33,8 +34,13 @@ class UnitParams:
     foreign: frozenset[nn.Parameter]
 
 
-def owned_parameters(model: nn.Module, units: Sequence[str]) -> tuple[UnitParams, ...]:
+def owned_parameters(
+    model: nn.Module, units: Sequence[str], whole: frozenset[str] = frozenset()
+) -> tuple[UnitParams, ...]:
     """The units of `model`, the root first and always among them, in `named_modules()` order.
+
+    Arguments:
+        whole: names of parameters that no unit owns: every rank keeps them whole.
 
     A parameter belongs to the innermost unit around the module that holds it. A tied parameter, held in several units,
     belongs to the one of them that encloses all others: it is gathered whenever one of them runs.
@@ -55,13 +61,16 @@ def owned_parameters(model: nn.Module, units: Sequence[str]) -> tuple[UnitParams
     names = {param: name for name, param in model.named_parameters()}
     owner_of = {param: _owner(names[param], paths) for param, paths in holders.items()}
     for param, name in names.items():
-        _check_cuttable(name, param)
+        if name not in whole:
+            _check_cuttable(name, param)
     found = []
     for path, module in model.named_modules():
         if id(module) in chosen:
             seen = dict.fromkeys(p for m in _managed(module, chosen) for p in m.parameters(recurse=False))
-            params = tuple((names[p], p) for p in seen if owner_of[p] == path)
-            foreign = frozenset(p for p in module.parameters() if owner_of[p] != path and path in holders[p])
+            params = tuple((names[p], p) for p in seen if owner_of[p] == path and names[p] not in whole)
+            foreign = frozenset(
+                p for p in module.parameters() if path in holders[p] and (owner_of[p] != path or names[p] in whole)
+            )
             found.append(UnitParams(path, module, params, foreign))
     return tuple(found)
 
@@ -105,6 +114,7 @@ def fsdp_units(
     shard_dim_of: ShardDimOf | None = None,
     local_shape_of: Callable[[str, nn.Parameter], Sequence[int]] | None = None,
     unused: frozenset[str] = frozenset(),
+    whole: frozenset[str] = frozenset(),
 ) -> tuple[FsdpUnit, ...]:
     """The units of `model` (which FSDP2 has not touched; it may be on meta) as `fsdp_events` takes them.
 
@@ -114,6 +124,7 @@ def fsdp_units(
         strategy, reshard_after_forward, shard_dim_of: as for `lowering.fsdp.apply_fsdp`.
         local_shape_of: (name, parameter) -> its shape after tensor parallelism; default: its own (local) shape.
         unused: names of trainable parameters that no backward reaches.
+        whole: as for `owned_parameters`.
     """
 
     def describe(name: str, param: nn.Parameter) -> FsdpParam:
@@ -130,7 +141,7 @@ def fsdp_units(
             is_root=u.path == "",
             reshard_after_forward=resharding(strategy, u.path, reshard_after_forward),
         )
-        for u in owned_parameters(model, units)
+        for u in owned_parameters(model, units, whole)
     )
 
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshplan.compiler.bind import Bound
+from meshplan.compiler.check import Checked
 from meshplan.compiler.edits import Edit
 from meshplan.compiler.examples import Example
 from meshplan.compiler.kinds import Kind
 from meshplan.compiler.sites import Move, Site
 from meshplan.compiler.timeline import Event
+from meshplan.compiler.uses import Decided
 from meshplan.errors import Where
 from meshplan.mesh.spec import MeshSpec
 from meshplan.plan.placements import Shard
@@ -59,6 +61,8 @@ class Program:
     axes: tuple[str, ...]
     first_only: tuple[tuple[str, str, str], ...]
     calls: frozenset[tuple[str, str]]
+    decided: tuple[Decided, ...] = ()
+    checked: Checked = Checked()
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,11 @@ from torch import nn
 
 from meshplan.compiler.commgraph import Collective, collectives, fsdp_of, local_param_shape
 from meshplan.compiler.compile import compile_core
+from meshplan.compiler.fsdp_cuts import fsdp_cuts
 from meshplan.compiler.kinds import user_letter
 from meshplan.compiler.lowered import Core
+from meshplan.compiler.probes import ids
+from meshplan.compiler.symbolic import Counts, symbolic_counts
 from meshplan.mesh.spec import MeshSpec
 from meshplan.mesh.topology import Topology, warnings
 from meshplan.plan.plan import Plan
@@ -54,16 +57,16 @@ class Lowered:
     @cached_property
     def placements(self) -> list[dict[str, Any]]:
         """For every parameter: name, global shape, this rank's shape between steps, and its layout by axis."""
-        units, policy = fsdp_of(self._model, self.core, self.rank)
-        cuts = {p.name: p.shard_dim for u in units for p in u.params}
+        cuts = fsdp_cuts(self.core)
+        shard = self.core.spec.degree("dp_shard", "cp")
         out = []
         for name, p in self.core.params.items():
             layout = {axis: str(shard) for axis, shard in p.shards}
             shape = list(local_param_shape(p, self.core.spec, self.rank))
-            if policy is not None and policy.shard > 1:
-                dim = cuts[name]
+            dim = cuts.get(name)
+            if dim is not None and shard > 1:
                 layout = {a: f"S({dim})" for a in ("dp_shard", "cp") if self.core.spec.degree(a) > 1} | layout
-                shape[dim] = chunk_sizes(shape[dim], policy.shard)[self.core.spec.coord(self.rank, "dp_shard", "cp")]
+                shape[dim] = chunk_sizes(shape[dim], shard)[self.core.spec.coord(self.rank, "dp_shard", "cp")]
             layout |= {a: "R" for a, n in self.core.spec.axes if n > 1 and a not in layout}
             out.append({
                 "name": name, "shape": list(p.shape), "local_shape": shape, "dtype": p.dtype, "layout": layout,
@@ -91,8 +94,19 @@ class Lowered:
             previous = i
         return graph
 
-    def to_json(self) -> dict[str, Any]:
-        """The dict that `meshplan explain --json` prints; see the package documentation for its keys."""
+    @cached_property
+    def counts(self) -> Counts:
+        """Each collective's elements as a sympy expression in `b` (global batch), `s` (sequence) and axis names, by the
+        `id` of the collective in `to_json`. Lowers the plan some ten times at other sizes."""
+        return symbolic_counts(self._model, self.core)
+
+    def to_json(self, symbolic: bool = False) -> dict[str, Any]:
+        """The dict that `meshplan explain --json` prints; see the package documentation for its keys.
+
+        Arguments:
+            symbolic: work out `counts` (formulas as text, by collective id), `uncounted` (why one has none) and the
+                conditions they rest on; see `Lowered.counts`.
+        """
         spec, program = self.core.spec, self.core.program
         units, _ = fsdp_of(self._model, self.core, self.rank)
         return {
@@ -118,7 +132,7 @@ class Lowered:
                  "operator": e.replacement.name if e.replacement else None, "where": str(e.where or "")}
                 for path, edits in program.edits.items() for n, e in sorted(edits.items())
             ],
-            "collectives": [c.to_json() for c in self.collectives],
+            "collectives": [{"id": i, **c.to_json()} for i, c in zip(ids(self.collectives), self.collectives, strict=True)],
             "fsdp_units": [
                 {"module": u.path, "params": sum(_numel(p.local_shape) for p in u.params),
                  "bytes": sum(_numel(p.local_shape) * p.dtype.itemsize for p in u.params)}
@@ -127,8 +141,9 @@ class Lowered:
             "rules": self._rules(),
             "warnings": [str(w.message) for w in warnings(spec, Topology())],
             "notes": self.notes,
-            "conditions": self.conditions,
-            "counts": {},
+            "conditions": list(self.counts.conditions) if symbolic else self.conditions,
+            "counts": {i: str(e) for i, e in self.counts.expressions.items()} if symbolic else {},
+            "uncounted": self.counts.unfitted if symbolic else {},
         }  # fmt: skip
 
     @property

@@ -23,7 +23,6 @@ from meshplan.compiler.capture import (
     ModuleStack,
     Ref,
     Trace,
-    module_hooks,
     run_call,
     tensors_in,
 )
@@ -37,6 +36,7 @@ from meshplan.compiler.repeats import FullTraceNeeded, Segment, input_signature,
 from meshplan.compiler.sites import Decisions, Move, Site
 from meshplan.compiler.strategies import Chooser
 from meshplan.compiler.timeline import Timeline
+from meshplan.compiler.uses import Decided
 from meshplan.errors import PlanError, Where
 from meshplan.plan.placements import Partial, Placement, Replicate, Shard
 from meshplan.runtime import boundary
@@ -51,7 +51,7 @@ RANDOM = frozenset(
 @dataclass
 class Pass:
     """What one propagation produced. `calls` are (caller, callee) module paths, `repeats` (module, the equal one whose
-    propagation stands for it), in order."""
+    propagation stands for it), in order; `decided` has one item a call, for the checks."""
 
     moves: list[tuple[Site, Move, Where | None]] = field(default_factory=list)
     edits: dict[str, dict[int, Edit]] = field(default_factory=dict)
@@ -62,6 +62,7 @@ class Pass:
     shared: set[Site] = field(default_factory=set)
     calls: set[tuple[str, str]] = field(default_factory=set)
     repeats: list[tuple[str, str]] = field(default_factory=list)
+    decided: list[Decided] = field(default_factory=list)
 
 
 class Propagation(TorchFunctionMode):
@@ -90,6 +91,7 @@ class Propagation(TorchFunctionMode):
         self.paused = False
         self.grouped_calls = 0
         self.segments: dict[int, Segment] = {}
+        self.fill: Callable[[str, nn.Module, int], None] = lambda path, module, value: None
         self.memo: dict[tuple[int, str, str, str], tuple[Tensor, Site, Any, list[Move]]] = {}
         self.gathers: list[tuple[Site, str, Pending, Where | None]] = []
 
@@ -167,7 +169,7 @@ class Propagation(TorchFunctionMode):
                     self.keep.append(x)
         return compat.unflatten(moved, structure)
 
-    def grouped(self, path: str, group: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def grouped(self, path: str, group: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the forward of a module that has equals, or repeat what its equal did."""
         number, self.grouped_calls = self.grouped_calls, self.grouped_calls + 1
         planned = self.trace.grouped[number] if number < len(self.trace.grouped) else None
@@ -179,6 +181,10 @@ class Propagation(TorchFunctionMode):
             raise FullTraceNeeded(path)
         timeline = self.result.timeline
         if planned.of is None:
+            if planned.first_value >= 0:
+                self.paused = True
+                self.fill(path, module, planned.first_value)
+                self.paused = False
             segment = Segment(number, path, inputs, given, start=len(timeline.events))
             segment.out = forward(*args, **kwargs)
             segment.end = len(timeline.events)
@@ -439,6 +445,7 @@ class Propagation(TorchFunctionMode):
         for i, t in zip(slots, tensors, strict=True):
             leaves[i] = t
         infos = [self.info(t) for t in tensors]
+        taken = tuple(tuple(i.kinds) for i in infos)
         requires = [t.requires_grad for t in tensors]
         whole = {
             k: ownership.combine([i.kinds[k] for i in infos], requires, [i.data for i in infos])
@@ -456,6 +463,9 @@ class Propagation(TorchFunctionMode):
         else:
             out = run_call(rec.func, a, kw, self.stack.path)
         self._label_outputs(rec, out, a, out_kinds, any(i.data for i in infos), infos)
+        made = tuple(tuple(self.info(t).kinds) for t in tensors_in(a[0] if rec.in_place else out))
+        operators = tuple(c.strategy.replace if c is not None else None for c in choices)
+        self.result.decided.append(Decided(rec, taken, made, operators))
         if edited or replacement or converts:
             edit = Edit(rec.ordinal, rec.name, sized if edited else None, tuple(converts), replacement, rec.where)
             self.result.edits.setdefault(rec.module, {})[rec.ordinal] = edit
@@ -676,4 +686,4 @@ def _with_tensors(index: Any, trace: Trace) -> Any:
     return trace.values[index.value] if isinstance(index, Ref) else index
 
 
-__all__ = ["Pass", "Propagation", "module_hooks"]
+__all__ = ["Pass", "Propagation"]

@@ -77,11 +77,13 @@ class FullTraceNeeded(Exception):
 
 @dataclass(frozen=True)
 class Grouped:
-    """One call of a grouped module: traced itself (`of` None) or standing on the call number `of`; `outs` are its values."""
+    """One call of a grouped module: traced itself (`of` None) or standing on the call number `of`; `outs` are its values.
+    `first_value` numbers the parameters of a hollow module that had to be filled to be traced, -1 for others."""
 
     path: str
     of: int | None
     outs: tuple[int, ...]
+    first_value: int = -1
 
 
 @dataclass
@@ -127,16 +129,52 @@ def _fresh(x: Tensor, through: Mapping[int, Tensor]) -> Tensor:
     return made.requires_grad_().clone() if x.requires_grad else made
 
 
-def intercept(skeleton: nn.Module, groups: Mapping[str, int], handle: Callable[..., Any]) -> None:
-    """Let `handle(path, group, forward, args, kwargs)` run the forwards of a skeleton's grouped modules."""
-    for path, group in groups.items():
-        module = skeleton.get_submodule(path)
+class Equals:
+    """The groups of equal modules of one model, and the means to trace any one of them in a skeleton that holds only the
+    first of each group in full."""
+
+    def __init__(self, model: nn.Module, groups: Mapping[str, int]) -> None:
+        self.groups = dict(groups)
+        self.originals = {path: model.get_submodule(path) for path in groups}
+        first: dict[int, str] = {}
+        for path, group in groups.items():
+            first.setdefault(group, path)
+        kept = set(first.values())
+        self.hollow = {path: m for path, m in self.originals.items() if path not in kept and not _inside(path, self.groups, kept)}
+
+    def intercept(self, skeleton: nn.Module, handle: Callable[..., Any]) -> None:
+        """Let `handle(path, group, module, forward, args, kwargs)` run the forwards of the skeleton's grouped modules."""
+        for path, group in self.groups.items():
+            try:
+                module = skeleton.get_submodule(path)
+            except AttributeError:  # inside a hollow one
+                continue
+            self._wrap(path, group, module, handle)
+
+    def _wrap(self, path: str, group: int, module: nn.Module, handle: Callable[..., Any]) -> None:
         forward = module.forward
 
-        def run(*args: Any, _path: str = path, _group: int = group, _forward: Any = forward, **kwargs: Any) -> Any:
-            return handle(_path, _group, _forward, args, kwargs)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return handle(path, group, module, forward, args, kwargs)
 
         module.forward = run  # type: ignore[method-assign]
+
+    def fill(self, path: str, module: nn.Module, mode: Any, shape_of: Any, handle: Callable[..., Any]) -> list[Tensor]:
+        """Give a hollow skeleton module its children and fake tensors; returns those tensors in order."""
+        from meshplan.compiler.skeleton import fake_copy
+
+        full = fake_copy(self.originals[path], mode, shape_of, prefix=f"{path}.")
+        for key in ("_parameters", "_buffers", "_modules"):
+            module.__dict__[key] = full.__dict__[key]
+        for inner, group in self.groups.items():
+            if inner.startswith(f"{path}."):
+                self._wrap(inner, group, module.get_submodule(inner[len(path) + 1 :]), handle)
+        return [*module.parameters(), *module.buffers()]
+
+
+def _inside(path: str, groups: Mapping[str, int], kept: set[str]) -> bool:
+    """Whether a module lies in another grouped one that is not kept in full: it is then hollow with that one."""
+    return any(path.startswith(f"{outer}.") and outer not in kept for outer in groups)
 
 
 def moved_path(path: str, old: str, new: str) -> str | None:

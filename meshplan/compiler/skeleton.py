@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -14,29 +15,50 @@ from meshplan import compat
 ShapeOf = Callable[[str, Tensor], tuple[int, ...]]
 
 
-def fake_copy(model: nn.Module, mode: torch.utils._python_dispatch.TorchDispatchMode, shape_of: ShapeOf | None = None) -> nn.Module:
+def fake_copy(
+    model: nn.Module,
+    mode: torch.utils._python_dispatch.TorchDispatchMode,
+    shape_of: ShapeOf | None = None,
+    hollow: Mapping[str, nn.Module] | None = None,
+    prefix: str = "",
+) -> nn.Module:
     """Deep copy of `model` whose parameters and buffers are fake tensors (device cpu, no storage).
 
     Arguments:
         mode: the FakeTensorMode the copies belong to.
         shape_of: shape of each parameter or buffer by canonical name; None keeps the global shapes.
+        hollow: submodules by path that are copied without their parameters and children: equals of a layer that is traced.
+        prefix: path of `model` in the whole model, for the names that `shape_of` is asked for.
 
     Ties and shared modules survive, since the copy maps each tensor once. Hooks are copied, process groups are shared.
     """
-    memo: dict[int, object] = {}
+    memo: dict[int, object] = {id(m): _shell(m) for m in (hollow or {}).values()}
+    inside = {id(t) for m in (hollow or {}).values() for t in (*m.parameters(), *m.buffers())}
     with mode:
         for name, p in model.named_parameters():
-            shape = shape_of(name, p) if shape_of else tuple(p.shape)
-            fake = torch.empty(shape, dtype=p.dtype, device="cpu")
-            memo[id(p)] = nn.Parameter(fake, requires_grad=p.requires_grad)
+            if id(p) not in inside:
+                fake = torch.empty(shape_of(prefix + name, p) if shape_of else p.shape, dtype=p.dtype, device="cpu")
+                memo[id(p)] = nn.Parameter(fake, requires_grad=p.requires_grad)
         for name, b in model.named_buffers():
-            shape = shape_of(name, b) if shape_of else tuple(b.shape)
-            memo[id(b)] = torch.empty(shape, dtype=b.dtype, device="cpu")
+            if id(b) not in inside:
+                shape = shape_of(prefix + name, b) if shape_of else b.shape
+                memo[id(b)] = torch.empty(shape, dtype=b.dtype, device="cpu")
     for module in model.modules():
         for value in module.__dict__.values():
-            if isinstance(value, (torch.Generator, *compat.UNCOPYABLE)):
+            if type(value) not in _PLAIN and isinstance(value, (torch.Generator, *compat.UNCOPYABLE)):
                 memo[id(value)] = value
     return copy.deepcopy(model, memo)
+
+
+_PLAIN = {int, float, str, bool, type(None), dict, list, tuple, set, OrderedDict}
+
+
+def _shell(m: nn.Module) -> nn.Module:
+    """A module of the same class and attributes without parameters and children: it can be looked at, not run."""
+    shell = m.__class__.__new__(m.__class__)
+    own = {k: v for k, v in m.__dict__.items() if not k.endswith("_hooks")}
+    shell.__dict__.update(nn.Module().__dict__ | own | {"_parameters": {}, "_buffers": {}, "_modules": {}})
+    return shell
 
 
 @contextmanager

@@ -1,0 +1,79 @@
+"""Where FSDP cuts each parameter, given how the other axes split it; small ones that it cannot cut stay whole."""
+
+from __future__ import annotations
+
+from meshplan.compiler.lowered import Core, ParamPlan
+from meshplan.errors import PlanError
+from meshplan.mesh.spec import MeshSpec
+
+DATA = ("dp_replicate", "dp_shard", "cp")
+
+
+def sharded_by_fsdp(core: Core) -> bool:
+    """Whether the plan's FSDP section does anything on this world: it names a sharding strategy and there are data ranks."""
+    section = core.bound.plan.fsdp
+    return section is not None and section.strategy != "ddp" and core.spec.degree(*DATA) > 1
+
+
+def fsdp_cuts(core: Core) -> dict[str, int | None]:
+    """The dim FSDP cuts each parameter along, by name; None for one that every data rank keeps whole.
+
+    A dim that another axis splits unevenly or part by part does not count: its length differs between ranks, or a
+    DTensor could not say which rows a rank holds. A parameter of one dim or none that has no other stays whole, and its
+    gradient is averaged with the replicated ones. Empty without FSDP.
+
+    Raises PlanError: `fsdp-no-dim` for a matrix without a dim to cut, or where `fsdp.shard_dims` asks for one of these.
+    """
+    if not sharded_by_fsdp(core):
+        return {}
+    n = core.spec.degree("dp_shard", "cp")
+    return {p.name: _cut(p, core, n) for p in core.params.values()}
+
+
+def kept_whole(core: Core) -> frozenset[str]:
+    """Names of the parameters that FSDP leaves alone."""
+    return frozenset(name for name, dim in fsdp_cuts(core).items() if dim is None)
+
+
+def averaged(core: Core, p: ParamPlan) -> bool:
+    """Whether the gradient of `p` is averaged over the data ranks by us: nobody else does, and it differs between them."""
+    return any(a in DATA for a in p.reduce) and (not sharded_by_fsdp(core) or p.name in kept_whole(core))
+
+
+def _cut(p: ParamPlan, core: Core, n: int) -> int | None:
+    sizes = _countable(p, core.spec)
+    legal = [d for d, size in enumerate(sizes) if size is not None and (d == 0 or size % n == 0)]
+    asked = core.bound.shard_dims.get(p.name)
+    if asked is not None:
+        if sizes[asked] is None:
+            raise _no_dim(p, core, f"fsdp.shard_dims cuts dim {asked} of {p.name}, which {_splitter(p, asked)} splits "
+                                   "unevenly or part by part", legal)  # fmt: skip
+        return asked
+    even = [d for d in legal if (sizes[d] or 0) % n == 0]
+    if even or legal:
+        return (even or legal)[0]
+    if len(sizes) < 2:
+        return None
+    raise _no_dim(p, core, f"{p.name} {list(p.shape)} has no dim that fsdp could cut over {n} ranks: a dim that another axis "
+                           "splits unevenly or part by part does not count, and only dim 0 may be padded", legal)  # fmt: skip
+
+
+def _countable(p: ParamPlan, spec: MeshSpec) -> list[int | None]:
+    """The length of each dim after the other axes' splits, None where it does not count."""
+    sizes: list[int | None] = list(p.shape)
+    for axis, shard in p.shards:
+        size, degree = sizes[shard.dim], spec.degree(axis)
+        sizes[shard.dim] = None if shard.parts or size is None or size % degree else size // degree
+    return sizes
+
+
+def _splitter(p: ParamPlan, dim: int) -> str:
+    return next(axis for axis, shard in p.shards if shard.dim == dim)
+
+
+def _no_dim(p: ParamPlan, core: Core, what: str, legal: list[int]) -> PlanError:
+    section = core.bound.plan.fsdp
+    return PlanError(
+        what, code="fsdp-no-dim", where=section.source.where if section else None, module=p.name.rpartition(".")[0],
+        legal=[f"fsdp.shard_dims: {{{p.name}: {d}}}" for d in legal] or "another degree, or strategy: ddp",
+    )  # fmt: skip

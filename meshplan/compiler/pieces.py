@@ -1,0 +1,112 @@
+"""Laying a value out over the ranks of an axis with numbers, and putting it together again: what each kind means.
+
+kind   ranks hold                  ranks hold of its gradient g
+S(d)   shards                      shards of g
+R, N   copies                      summands of g
+I      copies                      g
+P      summands                    g
+A      summands of n times x       g / n
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshplan.compiler.kinds import A, I, Kind, P, R
+from meshplan.plan.placements import Shard
+from meshplan.runtime.comm import chunk_offset, chunk_sizes
+
+
+def cut(x: Tensor, kind: Shard, n: int, rank: int) -> Tensor:
+    """Shard `rank` of `x`, part by part if the kind has parts."""
+    pieces = x.split(list(kind.parts), kind.dim) if kind.parts else (x,)
+    mine = [
+        p.narrow(kind.dim, chunk_offset(p.shape[kind.dim], n, rank), chunk_sizes(p.shape[kind.dim], n)[rank])
+        for p in pieces
+    ]
+    return torch.cat(mine, kind.dim) if len(mine) > 1 else mine[0].clone()
+
+
+def local_size(shape: Sequence[int], kind: Kind, n: int, rank: int) -> tuple[int, ...]:
+    """Shape of the shard of `rank` of a tensor of `shape`."""
+    out = list(shape)
+    if isinstance(kind, Shard):
+        out[kind.dim] = sum(chunk_sizes(p, n)[rank] for p in kind.parts or (out[kind.dim],))
+    return tuple(out)
+
+
+def spread(x: Tensor, kind: Kind, n: int, generator: torch.Generator) -> list[Tensor]:
+    """What each of `n` ranks holds of `x`: shards, copies, or random summands (of P: of `x`; of A: of `n` times `x`)."""
+    if isinstance(kind, Shard):
+        return [cut(x, kind, n, rank) for rank in range(n)]
+    if kind not in (P, A):
+        return [x.clone() for _ in range(n)]
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        rest = [random(x.shape, x.dtype, generator) for _ in range(n - 1)]
+    else:
+        rest = [torch.randint(-3, 4, x.shape, generator=generator).to(x.dtype) for _ in range(n - 1)]
+    total = x * n if kind == A else x
+    return [*rest, total - sum(rest[1:], rest[0])] if rest else [x.clone()]
+
+
+def spread_gradient(g: Tensor, kind: Kind, n: int, generator: torch.Generator) -> list[Tensor]:
+    """What each rank is given as the gradient of a value of `kind`: see the module's docstring."""
+    if kind == R:
+        return spread(g, P, n, generator)
+    return spread(g / n if kind == A else g, kind if isinstance(kind, Shard) else I, n, generator)
+
+
+def gather(parts: Sequence[Tensor], kind: Kind, whole: Sequence[int]) -> Tensor | None:
+    """The global value of which ranks hold `parts` as `kind` says; None where copies differ or shards do not fit."""
+    if isinstance(kind, Shard):
+        n = len(parts)
+        sizes = [chunk_sizes(p, n) for p in kind.parts or (whole[kind.dim],)]
+        split = [part.split([s[r] for s in sizes], kind.dim) for r, part in enumerate(parts)]
+        return torch.cat([split[r][k] for k in range(len(sizes)) for r in range(n)], kind.dim)
+    if kind in (P, A):
+        total = sum(parts[1:], parts[0])
+        return total / len(parts) if kind == A else total
+    return parts[0] if all(apart(p, parts[0]) <= tolerance(p) for p in parts) else None
+
+
+def gather_gradient(parts: Sequence[Tensor], kind: Kind, whole: Sequence[int]) -> Tensor | None:
+    """The global gradient of a value of `kind` of which ranks got `parts`."""
+    if kind == R:
+        return gather(parts, P, whole)
+    if isinstance(kind, Shard):
+        return gather(parts, kind, whole)
+    same = gather(parts, I, whole)
+    return same * len(parts) if kind == A and same is not None else same
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """Largest difference relative to the largest value of `b`; nan and infinity must be in the same places."""
+    if a.numel() == 0:
+        return 0.0
+    if not (a.is_floating_point() or a.is_complex()):
+        return 0.0 if torch.equal(a, b) else float("inf")
+    special = ~torch.isfinite(b)
+    if special.any() or not torch.isfinite(a).all():
+        if not torch.equal(special, ~torch.isfinite(a)) or not torch.equal(
+            a[special].nan_to_num(7.0), b[special].nan_to_num(7.0)
+        ):
+            return float("inf")
+        a, b = a[~special], b[~special]
+        if a.numel() == 0:
+            return 0.0
+    scale = max(b.abs().max().item(), 1e-30)
+    return (a - b).abs().max().item() / max(scale, 1.0)
+
+
+def tolerance(x: Tensor) -> float:
+    if not (x.is_floating_point() or x.is_complex()):
+        return 0.0
+    return max(1e-10, 64 * torch.finfo(x.dtype).eps)
+
+
+def random(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return torch.randn(tuple(shape), generator=generator, dtype=wide).to(dtype)
