@@ -1,7 +1,8 @@
-"""Check by values: every distinct use of a rule in a lowered program is run with numbers before the program runs at all.
+"""Check by values: every distinct use of a rule in a program is run with numbers before the program itself runs.
 
-This is the second of three nets. The first, that a rank's program makes the single device's calls with the same values and
-constants, is how layouts are derived (`propagate`); the third, whole programs on simulated ranks, is `meshplan.verify.aligned`.
+This is the second of three nets. The first, that a rank's program makes the single device's calls with the same values
+and constants, is how layouts are derived (`propagate`); the third, whole programs on simulated ranks, is
+`meshplan.verify.aligned`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def check_uses(decided: Sequence[Decided], axes: Sequence[Axis], trace: Trace) -
             elif verdict is not None:
                 raise PlanError(
                     f"{show(use)} on {axis.name} does not give the single-device value: {verdict.what}, "
-                    f"relative distance {verdict.distance:.1e}", code="rule-refuted", where=item.call.where, module=item.call.module,
+                    f"relative distance {verdict.distance:.1e}",
+                    code="rule-refuted", where=item.call.where, module=item.call.module,
                     legal="a layout of R in front of this call, in place of the one it was given",
                 )  # fmt: skip
     return Checked(len(seen), tuple(skipped))

@@ -1,8 +1,8 @@
 """Small relatives of a use: the same call with short dims of unequal length, cut evenly where the true ones are.
 
-What is kept: which dims have length 1, which divide by the degree, which have as many elements as there are ranks, which
-leave a rank empty, and parity. A relative counts only if the call runs at its sizes and gives as many results of as
-many dims; a dim that cannot be shortened alone (a head count in a grouped attention) keeps its length.
+What is kept: which dims have length 1, which divide by the degree, which have as many elements as there are ranks,
+which leave a rank empty, and parity. A relative counts only if the call runs at its sizes and gives as many results of
+as many dims; a dim that cannot be shortened alone (a head count in a grouped attention) keeps its length.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _VIEWS = frozenset({"view", "reshape", "_unsafe_view"})
 
 
 def shrink(use: Use) -> Use | None:
-    """A small relative of `use`, itself where it is small; None where no relative of at most `LIMIT` elements is found."""
+    """A small relative of `use`, itself where it is small; None where none of at most `LIMIT` elements is found."""
     degree = small_degree(use.degree)
     if _elements(use) <= SMALL and use.degree <= 8:
         return use
@@ -76,8 +76,8 @@ class _Lengths:
 
 
 def _by_sizes(use: Use, degree: int) -> Use | None:
-    """Every length replaced by a short one, wherever it stands among shapes and arguments; if the call refuses, only those
-    lengths that it accepts one by one."""
+    """Every length replaced by a short one, wherever it stands among shapes and arguments; if the call refuses, only
+    those lengths that it accepts one by one."""
     lengths = _Lengths(use, degree)
     parts = _parts(use)
     table: dict[int, int] = {}
@@ -198,7 +198,7 @@ def _as_view(use: Use, degree: int) -> Use | None:
         there[one] = product
     leaves, structure = compat.flatten(((Ref(0), tuple(after)), {}))
     new = replace(
-        use, func=torch.Tensor.reshape, name="reshape", tensors=(Spec(tuple(before), use.tensors[0].dtype, use.tensors[0].grad),),
+        use, func=torch.Tensor.reshape, name="reshape", tensors=(replace(use.tensors[0], shape=tuple(before)),),
         leaves=tuple(leaves), structure=structure, ins=(ins,), outs=(outs,), degree=degree,
     )  # fmt: skip
     return new if _accepted(use, new) else None

@@ -105,8 +105,8 @@ def _one_device(use: Use, tensors: list[Tensor], cotangents: Sequence[Tensor | N
 
 
 def _ranks(
-    use: Use, tensors: Sequence[Tensor], outs: Sequence[Tensor], pieces: list[list[Tensor]], pulls: list[list[Tensor] | None],
-    local: list[list[tuple[int, ...]]],
+    use: Use, tensors: Sequence[Tensor], outs: Sequence[Tensor], pieces: list[list[Tensor]],
+    pulls: list[list[Tensor] | None], local: list[list[tuple[int, ...]]],
 ) -> list[_Ran]:  # fmt: skip
     world = World(use.degree)
     spec = MeshSpec(((_AXIS, use.degree),))

@@ -1,11 +1,11 @@
 """Laying a value out over the ranks of an axis with numbers, and putting it together again: what each kind means.
 
-kind   ranks hold                  ranks hold of its gradient g
-S(d)   shards                      shards of g
-R, N   copies                      summands of g
-I      copies                      g
-P      summands                    g
-A      summands of n times x       g / n
+    kind   ranks hold                  ranks hold of its gradient g
+    S(d)   shards                      shards of g
+    R      copies                      summands of g
+    I, N   copies                      g (of N: none)
+    P      summands                    g
+    A      summands of n times x       g / n
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def local_size(shape: Sequence[int], kind: Kind, n: int, rank: int) -> tuple[int
 
 
 def spread(x: Tensor, kind: Kind, n: int, generator: torch.Generator) -> list[Tensor]:
-    """What each of `n` ranks holds of `x`: shards, copies, or random summands (of P: of `x`; of A: of `n` times `x`)."""
+    """What each of `n` ranks holds of `x`: shards, copies, or random summands."""
     if isinstance(kind, Shard):
         return [cut(x, kind, n, rank) for rank in range(n)]
     if kind not in (P, A):
@@ -102,11 +102,13 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 
 def tolerance(x: Tensor) -> float:
+    """What `apart` may be for two ways of computing `x` that differ in rounding only."""
     if not (x.is_floating_point() or x.is_complex()):
         return 0.0
     return max(1e-10, 64 * torch.finfo(x.dtype).eps)
 
 
 def random(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Normal values."""
     wide = torch.complex128 if dtype.is_complex else torch.float64
     return torch.randn(tuple(shape), generator=generator, dtype=wide).to(dtype)

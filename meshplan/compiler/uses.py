@@ -1,4 +1,4 @@
-"""What a propagation decided call by call, and the distinct uses of rules in it: what the value checks run with numbers."""
+"""What a propagation decided call by call, and the uses of rules in it: what the value checks run with numbers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from meshplan.compiler.kinds import I, Kind, N, Pending, R, replicated
 
 @dataclass(frozen=True)
 class Decided:
-    """One call as a rank runs it: kinds of its tensor arguments (after redistribution) and results, each with one kind an
-    axis, and the semantic operator that stands for the call on each axis, or None."""
+    """One call as a rank runs it: kinds of its tensor arguments (after redistribution) and results, each with one kind
+    an axis, and the semantic operator that stands for the call on each axis, or None."""
 
     call: Call
     ins: tuple[tuple[Kind, ...], ...]
@@ -115,5 +115,7 @@ def settled(kind: Kind) -> Kind:
 def final(decided: Decided) -> Decided:
     """With every open kind settled."""
     return replace(
-        decided, ins=tuple(tuple(map(settled, t)) for t in decided.ins), outs=tuple(tuple(map(settled, t)) for t in decided.outs)
+        decided,
+        ins=tuple(tuple(map(settled, t)) for t in decided.ins),
+        outs=tuple(tuple(map(settled, t)) for t in decided.outs),
     )  # fmt: skip

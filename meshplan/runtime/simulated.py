@@ -1,0 +1,155 @@
+"""All ranks of a mesh in one process: groups whose collectives add up for real, without a process group.
+
+Ranks are threads of which one runs at a time; it hands over where it waits in a collective. What the runtime keeps a
+process (the step's depth, the edits that run) is put back when a rank goes on: each has a process to itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshplan.errors import PlanError
+from meshplan.mesh.build import Groups
+from meshplan.runtime.comm import AxisGroup
+from meshplan.runtime.editing import Editing
+from meshplan.runtime.views import Step
+
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": operator.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+@dataclass
+class _Round:
+    """One collective that is under way: what each rank of the group brought, and what it said it is."""
+
+    laid: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
+    full: bool = False
+
+
+class World:
+    """Where simulated ranks meet."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._turn = threading.Condition()
+        self._rounds: dict[Any, _Round] = {}
+        self._alive, self._waiting = size, 0
+        self._failed: BaseException | None = None
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        """`work(rank)` on every rank; results in rank order.
+
+        Raises the first error of any rank, and PlanError `ranks-apart` where ranks wait for each other in different
+        collectives, or for one that has ended.
+        """
+        results: list[Any] = [None] * self.size
+
+        def body(rank: int) -> None:
+            with self._turn:
+                try:
+                    if self._failed is None:
+                        results[rank] = work(rank)
+                except BaseException as error:
+                    self._fail(error)
+                self._alive -= 1
+                self._notice_deadlock()
+
+        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._failed is not None:
+            raise self._failed
+        return results
+
+    def exchange(self, group: Any, size: int, position: int, what: str, x: Tensor) -> list[Tensor]:
+        """Bring `x` to the collective `what` of `group` and take everyone's, by position in the group."""
+        meeting = self._rounds.setdefault(group, _Round())
+        meeting.laid[position] = (what, x.detach().clone())
+        if len(meeting.laid) == size:
+            del self._rounds[group]
+            meeting.full = True
+            self._waiting -= size - 1
+            self._turn.notify_all()
+        else:
+            self._waiting += 1
+            self._notice_deadlock()
+            depth, running = Step.depth, list(Editing.running)
+            while not meeting.full and self._failed is None:
+                self._turn.wait()
+            Step.depth, Editing.running[:] = depth, running
+        if self._failed is not None:
+            raise self._failed
+        said = {what for what, _ in meeting.laid.values()}
+        if len(said) > 1:
+            raise _apart(f"meet in different collectives: {', '.join(sorted(said))}")
+        return [meeting.laid[i][1] for i in range(size)]
+
+    def _fail(self, error: BaseException) -> None:
+        self._failed = self._failed or error
+        self._turn.notify_all()
+
+    def _notice_deadlock(self) -> None:
+        if self._failed is None and self._alive and self._waiting == self._alive:
+            waits = sorted({what for r in self._rounds.values() for what, _ in r.laid.values()})
+            self._fail(_apart(f"wait for ranks that do not come: {', '.join(waits)}"))
+
+
+def _apart(what: str) -> PlanError:
+    return PlanError(f"the ranks of one program {what}", code="ranks-apart")
+
+
+@dataclass(frozen=True)
+class SimulatedGroup(AxisGroup):
+    """An `AxisGroup` over threads. `key` tells apart the groups of one world."""
+
+    world: World = field(default_factory=lambda: World(1), compare=False)
+    key: Any = None
+
+    def all_gather(self, x: Tensor, dim: int, size: int | None = None) -> Tensor:
+        if self.size == 1:
+            return x
+        full = torch.cat(self._everyone("all_gather", x), dim)
+        if size is not None and full.shape[dim] != size:
+            raise _apart(f"gather {full.shape[dim]} of {size} on dim {dim} over {self.axis}")
+        return full
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        if self.size == 1:
+            return x
+        return self.shard(functools.reduce(operator.add, self._everyone("reduce_scatter", x)), dim).contiguous()
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        if self.size == 1:
+            return x
+        return functools.reduce(_COMBINE[op], self._everyone(f"all_reduce {op}", x))
+
+    def _everyone(self, op: str, x: Tensor) -> list[Tensor]:
+        parts = self.world.exchange(self.key, self.size, self.rank, f"{op} over {self.axis}", x)
+        if op != "all_gather" and len({tuple(p.shape) for p in parts}) > 1:
+            raise _apart(f"reduce unequal shapes over {self.axis}: {[list(p.shape) for p in parts]}")
+        return parts
+
+
+@dataclass(frozen=True)
+class SimulatedGroups(Groups):
+    """The groups of one rank of a simulated world."""
+
+    world: World = field(default_factory=lambda: World(1), compare=False)
+
+    def group(self, *axes: str) -> SimulatedGroup:
+        found = super().group(*axes)
+        members = self.spec.group_of(self.rank, *axes)
+        return SimulatedGroup(found.axis, found.size, found.rank, world=self.world, key=(found.axis, members))
