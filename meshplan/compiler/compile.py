@@ -14,6 +14,7 @@ from meshplan.compiler.bind import Bound, bind
 from meshplan.compiler.capture import ModuleHooks, Trace, capture
 from meshplan.compiler.check import CHECKS, Checked, check_uses
 from meshplan.compiler.edits import Edit
+from meshplan.compiler.fsdp_cuts import fsdp_cuts
 from meshplan.compiler.kinds import I, Kind, N, Pending, R
 from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.lowered import Boundary, Core, ParamPlan, Program
@@ -48,7 +49,7 @@ def compile_core(
         fold: propagate one of equal layers for all; without, `Program.decided` has every call of every layer.
 
     Raises PlanError, each with the user's line: what `bind` raises, `rule-refuted`, `bad-check`, and `host-read`, `no-rule`,
-    `diverged`, `random-op`, `no-redistribution`, `local-shape`, `in-place`, `mixed-use`, `axis-not-lowered`.
+    `diverged`, `random-op`, `no-redistribution`, `local-shape`, `in-place`, `mixed-use`, `axis-not-lowered`, `fsdp-no-dim`.
     """
     _refuse_unlowered(plan, spec)
     if check not in CHECKS:
@@ -64,7 +65,9 @@ def compile_core(
     checked = check_uses(decided, axes, trace) if check == "values" else Checked()
     expand_repeats(result, settled)
     program = replace(_program(bound, result, settled, axes, examples), checked=checked)
-    return Core(bound, spec, _params(bound, result, axes, kinds), program, examples)
+    core = Core(bound, spec, _params(bound, result, axes, kinds), program, examples)
+    fsdp_cuts(core)  # refuses what FSDP could not cut
+    return core
 
 
 def _settled(

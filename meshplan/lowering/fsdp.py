@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshplan import compat
 from meshplan.compiler.fsdp_schedule import FsdpPolicy, FsdpUnit, Strategy, reduce_calls
@@ -43,6 +43,7 @@ def apply_fsdp(
     reshard_after_forward: Reshard = None,
     shard_dim_of: ShardDimOf | None = None,
     gradient_divide_factor: float | None = None,
+    whole: frozenset[str] = frozenset(),
 ) -> nn.Module:
     """Shard `model`'s parameters, in place, and return it.
 
@@ -59,6 +60,8 @@ def apply_fsdp(
         shard_dim_of: parameter -> dim to cut it along, None for the choice of `fsdp_units.shard_dim`.
         gradient_divide_factor: what summed gradients are divided by; None: the number of data ranks, which gives the
             mean also when there is one shard and several replicas.
+        whole: names of parameters that are not cut. They become DTensors replicated on the mesh of the others, so that
+            optimizers meet one mesh; averaging their gradients is left to the caller.
 
     Raises:
         PlanError, before anything is changed: `bad-fsdp-strategy`, `mesh-not-replicate-by-shard`, `bad-reshard`,
@@ -67,7 +70,7 @@ def apply_fsdp(
     """
     shard, replicate = _degrees(mesh)
     stage = _check(model, units, strategy, reshard_after_forward)
-    owned = owned_parameters(model, units)
+    owned = owned_parameters(model, units, whole)
     described = fsdp_units(
         model,
         units,
@@ -75,6 +78,7 @@ def apply_fsdp(
         strategy=stage,
         reshard_after_forward=reshard_after_forward,
         shard_dim_of=shard_dim_of,
+        whole=whole,
     )
     policy = FsdpPolicy(stage, shard, replicate, param_dtype, reduce_dtype)
     for unit in described:
@@ -95,11 +99,32 @@ def apply_fsdp(
             ignored_params=set(own.foreign) or None,
         )
         _divide_by(own.module, gradient_divide_factor, shard, replicate or 1)
+    _lift(model, whole, mesh)
     modules = [own.module for own in owned]
     sharded = Sharded(model, [g for m in modules if (g := compat.fsdp_group(m)) is not None], stage)
     sharded.install()
     _free_after_eval(model, modules, sharded.groups)
     return model
+
+
+def _lift(model: nn.Module, whole: frozenset[str], mesh: DeviceMesh) -> None:
+    """Replace the parameters named `whole` by DTensors replicated over `mesh`; ties survive, nothing is communicated."""
+    lifted = {id(p): _replicated(p, mesh) for name, p in model.named_parameters() if name in whole}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and id(p) in lifted:
+                module._parameters[name] = lifted[id(p)]
+
+
+def _replicated(p: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    local, placements = p.detach(), [Replicate()] * mesh.ndim
+    if isinstance(local, DTensor):
+        mesh, placements = compat.concatenate_meshes([mesh, local.device_mesh]), [*placements, *local.placements]
+        local = local.to_local()
+    spread = DTensor.from_local(local, mesh, placements, run_check=False, shape=p.shape, stride=p.stride())
+    new = nn.Parameter(spread, requires_grad=p.requires_grad)
+    new.__dict__.update({key: value for key, value in p.__dict__.items() if key not in new.__dict__})
+    return new
 
 
 def _degrees(mesh: DeviceMesh) -> tuple[int, int | None]:

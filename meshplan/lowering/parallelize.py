@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshplan import compat
 from meshplan.compiler.compile import DATA_AXES, compile_core
 from meshplan.compiler.frames import argument_keys
+from meshplan.compiler.fsdp_cuts import averaged, fsdp_cuts, kept_whole, sharded_by_fsdp
 from meshplan.compiler.lowered import Core
 from meshplan.compiler.lowered_graph import Lowered
 from meshplan.errors import PlanError
@@ -151,39 +152,30 @@ def _axes_sets(core: Core) -> list[tuple[str, ...]]:
 
 
 def _apply_data(model: nn.Module, core: Core, groups: Groups) -> None:
-    section = core.bound.plan.fsdp
-    if section is None or section.strategy == "ddp" or not isinstance(groups, BuiltMesh):
-        return
-    spec = core.spec
-    if spec.degree("dp_replicate", "dp_shard", "cp") == 1:
+    section, spec = core.bound.plan.fsdp, core.spec
+    if section is None or not sharded_by_fsdp(core) or not isinstance(groups, BuiltMesh):
         return
     shard: Any = ("dp_shard", "cp")
     mesh = groups.mesh_of("dp_replicate", shard) if spec.degree("dp_replicate") > 1 else groups.mesh_of(shard)
     by_param = {id(p): name for name, p in model.named_parameters()}
-    dims = core.bound.shard_dims
+    cuts = fsdp_cuts(core)
     apply_fsdp(
         model, list(core.bound.fsdp_units), mesh, strategy=section.strategy, param_dtype=section.param_dtype,
         reduce_dtype=section.reduce_dtype, output_dtype=section.output_dtype,
         reshard_after_forward=section.reshard_after_forward,
-        shard_dim_of=(lambda p: dims.get(by_param.get(id(p), ""))) if dims else None,
+        shard_dim_of=lambda p: cuts[by_param[id(p)]], whole=kept_whole(core),
     )  # fmt: skip
-
-
-def sharded_by_fsdp(core: Core) -> bool:
-    section = core.bound.plan.fsdp
-    return section is not None and section.strategy != "ddp" and core.spec.degree("dp_replicate", "dp_shard", "cp") > 1
 
 
 def reductions(model: nn.Module, core: Core, groups: Groups) -> list[Reduction]:
     """Which parameters' gradients are reduced after backward, grouped by the axes they are partial on."""
     found: dict[tuple[tuple[str, ...], bool], list[nn.Parameter]] = {}
     params = dict(model.named_parameters())
-    fsdp = sharded_by_fsdp(core)
     for name, plan in core.params.items():
         if not plan.requires_grad:
             continue
         sums = tuple(a for a in plan.reduce if a not in DATA_AXES)
-        means = not fsdp and any(a in DATA_AXES for a in plan.reduce)
+        means = averaged(core, plan)
         if sums or means:
             found.setdefault((sums, means), []).append(params[name])
     out = []
