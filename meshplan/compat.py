@@ -295,3 +295,60 @@ def strided_shard(dim: int, parts: int) -> Any:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=parts)
+
+
+def functional_collectives() -> tuple[Any, Any, Any, Any]:
+    """The operators all_gather, reduce_scatter, all_reduce and wait under the functional collectives, overload already
+    picked (`torch.ops._c10d_functional`, torch 2.11 to 2.13): `(x, n, group)`, `(x, op, n, group)`, `(x, op, group)`, `(x)`."""
+    ops = torch.ops._c10d_functional
+    return (
+        ops.all_gather_into_tensor.default,
+        ops.reduce_scatter_tensor.default,
+        ops.all_reduce.default,
+        ops.wait_tensor.default,
+    )
+
+
+def below_autograd() -> Any:
+    """A context in which operators record nothing for backward and skip that layer of dispatch
+    (`torch._C._AutoDispatchBelowAutograd`, torch 2.11 to 2.13)."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def bare_apply(function: type[torch.autograd.Function]) -> Any:
+    """`function.apply` without its Python layer, which only serves the transforms of `torch.func` (see
+    `in_function_transform`) and costs as much as the rest. Torch 2.11 to 2.13: the class beneath `Function`."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+def in_function_transform() -> bool:
+    """Whether a transform of `torch.func` (vmap, grad, jvp) is on (private in torch 2.11 to 2.13)."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def accumulates(leaf: Any) -> bool:
+    """In a running backward: whether it adds to `.grad` of leaves (`backward`) rather than returning gradients
+    (`torch.autograd.grad`).
+
+    Arguments:
+        leaf: the AccumulateGrad node of a tensor that this backward reaches.
+
+    torch 2.11 to 2.13: `_will_engine_execute_node` refuses to answer about leaves in the second case.
+    """
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:
+        return False
+
+
+def backward_number() -> int:
+    """A number of the backward pass that this thread is in, -1 outside (private in torch 2.11 to 2.13)."""
+    return torch._C._current_graph_task_id()
+
+
+def new_dtensor(local: torch.Tensor, spec: Any) -> Any:
+    """A DTensor of `local` laid out as `spec` (a `DTensorSpec`), without gradient. Unlike a call of the class it skips
+    an `__init__` that does nothing, behind a dynamo guard that does something (torch 2.11 to 2.13)."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)

@@ -17,7 +17,7 @@ from meshplan.compiler.sites import Move
 from meshplan.mesh.build import BuiltMesh, Groups
 from meshplan.ops.dropout import DropoutStreams
 from meshplan.runtime import replace
-from meshplan.runtime.boundary import move
+from meshplan.runtime.boundary import BoundMove
 from meshplan.runtime.comm import chunk_offset, chunk_sizes
 from meshplan.runtime.editing import BoundEdit
 from meshplan.runtime.module import Around, Convert, Duties, install
@@ -93,9 +93,9 @@ def bind_program(
             outputs.setdefault(path, {}).setdefault(key, []).append(_converter(b, groups, shared))
         elif side == "param":
             m = b.move
-            views.setdefault((path, key), []).append((m.src, m.dst, groups.group(m.axis), m.dim, m.size))
+            views.setdefault((path, key), []).append(_mover(m, groups))
     for path, name, axis in program.first_only:
-        views.setdefault((path, name), []).append(("R", "I", groups.group(axis), 0, 0))
+        views.setdefault((path, name), []).append(BoundMove("R", "I", groups.group(axis)))
     callers = {caller for caller in program.edits}
     sleepers = {callee for caller, callee in program.calls if caller in callers}
     for path, module in modules.items():
@@ -147,9 +147,8 @@ def _chain(many: list[Convert]) -> Convert:
     return run
 
 
-def _mover(m: Move, groups: Groups) -> Convert:
-    src, dst, group, dim, size = m.src, m.dst, groups.group(m.axis), m.dim, m.size
-    return lambda x: move(x, src, dst, group, dim, size)
+def _mover(m: Move, groups: Groups) -> BoundMove:
+    return BoundMove(m.src, m.dst, groups.group(m.axis), m.dim, m.size)
 
 
 def _converter(b: Boundary, groups: Groups, shared: dict[Any, Any]) -> Convert:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshplan import compat
 from meshplan.runtime.comm import AxisGroup, chunk_offset, chunk_sizes
 
 # A pair of functions (x, group, dim, size) -> tensor, where size is the global length of `dim`.
@@ -111,16 +112,38 @@ def collectives_of(src: str, dst: str) -> tuple[str | None, str | None]:
     return _COLLECTIVE.get(forward), _COLLECTIVE.get(backward)
 
 
+class BoundMove:
+    """A move with everything but the tensor settled, made once and called at every step; see `move`."""
+
+    __slots__ = ("back", "dim", "group", "out", "recorded", "size")
+
+    def __init__(self, src: str, dst: str, group: AxisGroup, dim: int = 0, size: int = 0) -> None:
+        self.out, self.back = MOVES[src, dst]
+        self.group, self.dim, self.size = group, dim, size
+        # Cutting a tensor that carries no gradient is plain slicing, and integers cannot pass a Function's gradient.
+        self.recorded = (src, dst) != ("N", "S")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.recorded:
+            return self.out(x, self.group, self.dim, self.size)
+        if torch.compiler.is_compiling() or compat.in_function_transform():
+            return _Move.apply(x, self)
+        return _apply(x, self)
+
+
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, src: str, dst: str, group: AxisGroup, dim: int, size: int) -> Tensor:
-        ctx.how = (src, dst, group, dim, size)
-        return MOVES[src, dst][0](x, group, dim, size)
+    def forward(ctx: Any, x: Tensor, how: BoundMove) -> Tensor:
+        ctx.how = how
+        return how.out(x, how.group, how.dim, how.size)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        src, dst, group, dim, size = ctx.how
-        return MOVES[src, dst][1](grads[0], group, dim, size), None, None, None, None, None
+        how = ctx.how
+        return how.back(grads[0], how.group, how.dim, how.size), None
+
+
+_apply = compat.bare_apply(_Move)
 
 
 def move(x: Tensor, src: str, dst: str, group: AxisGroup, dim: int = 0, size: int = 0) -> Tensor:
@@ -132,7 +155,4 @@ def move(x: Tensor, src: str, dst: str, group: AxisGroup, dim: int = 0, size: in
         dim: the sharded dim where S is involved, non-negative.
         size: the global length of `dim`.
     """
-    if src == "N" and dst == "S":
-        return _slice(x, group, dim, size)
-    out: Tensor = _Move.apply(x, src, dst, group, dim, size)
-    return out
+    return BoundMove(src, dst, group, dim, size)(x)

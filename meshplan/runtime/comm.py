@@ -7,11 +7,17 @@ very same boundaries and operators over abstract groups, which is why the comm g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from meshplan import compat
+
+_ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE, _WAIT = compat.functional_collectives()
 
 OnCall = Callable[[str, "AxisGroup", Tensor], None]
 
@@ -67,8 +73,10 @@ class AxisGroup:
         else:
             if local != step:
                 x = _pad(x, dim, step)
-            full = _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), n, self.name))
-            if dim != 0:
+            full = _send(_ALL_GATHER, x.contiguous(), n, self.name)
+            if math.prod(x.shape[:dim]) == 1:
+                full = full.view(*x.shape[:dim], n * step, *x.shape[dim + 1 :])
+            else:
                 # Ranks arrive stacked on dim 0: split the stack off and move it beside `dim`.
                 full = full.view(n, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
         if size is not None and step * n != size:
@@ -88,9 +96,12 @@ class AxisGroup:
             self._tell("reduce_scatter", x)
             out = x.narrow(dim, 0, step).clone()
         else:
-            if dim != 0:
+            lead, rest = x.shape[:dim], x.shape[dim + 1 :]
+            if math.prod(lead) == 1:
+                out = _send(_REDUCE_SCATTER, x.contiguous().view(n * step, *rest), "sum", n, self.name).view(*lead, step, *rest)
+            else:
                 x = x.unflatten(dim, (n, step)).movedim(dim, 0).flatten(0, 1)
-            out = _wait(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", n, self.name))
+                out = _send(_REDUCE_SCATTER, x.contiguous(), "sum", n, self.name)
         mine = chunk_sizes(size, n)[self.rank]
         return out if mine == step else out.narrow(dim, 0, mine)
 
@@ -101,7 +112,7 @@ class AxisGroup:
         if self.name is None:
             self._tell("all_reduce", x)
             return x.clone()
-        return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), op, self.name))
+        return _send(_ALL_REDUCE, x.contiguous(), op, self.name)
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's shard of a replicated `x` along `dim`: a view, no communication."""
@@ -113,8 +124,14 @@ class AxisGroup:
             self.on_call(op, self, full)
 
 
-def _wait(x: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(x)
+def _send(op: Any, x: Tensor, *settings: Any) -> Tensor:
+    """Issue a functional collective and order what follows after it."""
+    if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
+        return _WAIT(op(x, *settings))
+    # The operators' own autograd is written in Python and costs more host time than the call itself; there is nothing
+    # for it to record here.
+    with compat.below_autograd():
+        return _WAIT(op(x, *settings))
 
 
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:

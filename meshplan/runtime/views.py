@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshplan.runtime.boundary import move
-from meshplan.runtime.comm import AxisGroup
+from meshplan import compat
+from meshplan.compat import new_dtensor
+from meshplan.ops.derivative import require_first
 from meshplan.runtime.editing import Editing
 
 
@@ -26,31 +27,57 @@ class Step:
 
 
 class _Local(torch.autograd.Function):
+    """A DTensor parameter's local shard, and the way of its gradient into `p.grad`.
+
+    AccumulateGrad would take the gradient as a DTensor through DTensor's dispatch, which costs more host time than a
+    small layer's matmul. So it is put into `p.grad` here, where nobody could tell: not when hooks wait for it, and not
+    when `torch.autograd.grad` wants it returned.
+    """
+
     @staticmethod
     def forward(ctx: Any, p: DTensor) -> Tensor:
-        ctx.spec = p._spec
-        return p._local_tensor.view_as(p._local_tensor)
+        ctx.p = p
+        return p._local_tensor.detach()  # shares storage and version counter: writing to the parameter is still noticed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return DTensor(grads[0].contiguous(), ctx.spec, requires_grad=False)
-
-
-ViewMove = tuple[str, str, AxisGroup, int, int]
-
-
-def local_view(p: Tensor, moves: tuple[ViewMove, ...]) -> Tensor:
-    """This rank's shard of parameter `p`, differentiable, through `moves` (src, dst, group, dim, size) if any."""
-    if isinstance(p, DTensor):
-        if torch.compiler.is_compiling():
-            # A gradient that is a partial sum over an axis is reduced with all others, after backward: see gradients.py.
-            x = p.to_local(grad_placements=p.placements)
+        require_first("parameter view")
+        p, grad = ctx.p, grads[0].contiguous()
+        if p._backward_hooks or p._post_accumulate_grad_hooks or not _accumulating(ctx):
+            return new_dtensor(grad, p._spec)
+        if p.grad is None:
+            p.grad = new_dtensor(grad, p._spec)
         else:
-            x = _Local.apply(p)
-    else:
+            p.grad._local_tensor.add_(grad)
+        return None
+
+
+_apply = compat.bare_apply(_Local)
+_latest: tuple[int, bool] = (-1, True)
+
+
+def _accumulating(ctx: Any) -> bool:
+    """Whether the backward that runs now adds to `.grad`; asked once for each backward."""
+    global _latest
+    number, answer = _latest
+    now = compat.backward_number()
+    if number != now:
+        answer = compat.accumulates(ctx.next_functions[0][0])
+        _latest = now, answer
+    return answer
+
+
+def local_view(p: Tensor, moves: tuple[Callable[[Tensor], Tensor], ...]) -> Tensor:
+    """This rank's shard of parameter `p`, differentiable, through `moves` (redistributions, a cast) if any."""
+    if not isinstance(p, DTensor):
         x = p
-    for src, dst, group, dim, size in moves:
-        x = move(x, src, dst, group, dim, size)
+    elif torch.compiler.is_compiling() or compat.in_function_transform():
+        # A gradient that is a partial sum over an axis is reduced with all others, after backward: see gradients.py.
+        x = p.to_local(grad_placements=p.placements)
+    else:
+        x = _apply(p)
+    for move in moves:
+        x = move(x)
     return x
 
 
