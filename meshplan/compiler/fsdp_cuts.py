@@ -24,10 +24,12 @@ def fsdp_cuts(core: Core) -> dict[str, int | None]:
 
     Raises PlanError: `fsdp-no-dim` for a matrix without a dim to cut, or where `fsdp.shard_dims` asks for one of these.
     """
-    if not sharded_by_fsdp(core):
-        return {}
-    n = core.spec.degree("dp_shard", "cp")
-    return {p.name: _cut(p, core, n) for p in core.params.values()}
+    # Asked for every parameter, so worked out once a core; a core never changes.
+    if "_fsdp_cuts" not in core.__dict__:
+        n = core.spec.degree("dp_shard", "cp")
+        core.__dict__["_fsdp_cuts"] = {p.name: _cut(p, core, n) for p in core.params.values()} if sharded_by_fsdp(core) else {}
+    cuts: dict[str, int | None] = core.__dict__["_fsdp_cuts"]
+    return cuts
 
 
 def kept_whole(core: Core) -> frozenset[str]:
@@ -37,7 +39,7 @@ def kept_whole(core: Core) -> frozenset[str]:
 
 def averaged(core: Core, p: ParamPlan) -> bool:
     """Whether the gradient of `p` is averaged over the data ranks by us: nobody else does, and it differs between them."""
-    return any(a in DATA for a in p.reduce) and (not sharded_by_fsdp(core) or p.name in kept_whole(core))
+    return any(a in DATA for a in p.reduce) and (not sharded_by_fsdp(core) or fsdp_cuts(core)[p.name] is None)
 
 
 def _cut(p: ParamPlan, core: Core, n: int) -> int | None:
