@@ -32,7 +32,7 @@ def explain(
     from meshplan.report.text import explain_text
     from meshplan.report.trace import trace_json
 
-    d = lowered_json(plan, model, world_size)
+    d = lowered_json(plan, model, world_size, symbolic=as_json or verbose > 0)
     if html is not None:
         html.write_text(html_page(d), encoding="utf-8")
     if trace is not None:
@@ -46,8 +46,8 @@ def explain(
         typer.echo(explain_text(d, verbose, width, color), nl=False)
 
 
-def lowered_json(plan: str, model: str, world_size: int) -> dict[str, Any]:
-    """`Lowered.to_json()` of a plan and a model by name; the model has no values (meta device)."""
+def lowered_json(plan: str, model: str, world_size: int, symbolic: bool = False) -> dict[str, Any]:
+    """`Lowered.to_json(symbolic)` of a plan and a model by name; the model has no values (meta device)."""
     import torch
 
     import meshplan
@@ -57,7 +57,7 @@ def lowered_json(plan: str, model: str, world_size: int) -> dict[str, Any]:
     read = load_plan(plan)
     with torch.device("meta"):
         built = resolve_model(model)()
-    return meshplan.lower(built, read, world_size=world_size).to_json()
+    return meshplan.lower(built, read, world_size=world_size).to_json(symbolic)
 
 
 def terminal() -> tuple[int, bool]:

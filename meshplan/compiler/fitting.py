@@ -28,11 +28,13 @@ def symbols(names: Sequence[str]) -> dict[str, sympy.Symbol]:
     return {name: sympy.Symbol(name, positive=True, integer=True) for name in names}
 
 
-def fit(base: Point, lines: Mapping[str, Sequence[int]], powers: Mapping[str, int], value: Callable[[Point], int]) -> sympy.Expr:
+def fit(
+    base: Point, lines: Mapping[str, Sequence[int]], powers: Mapping[str, int], value: Callable[[Point], int]
+) -> sympy.Expr:
     """The expression of a count, from its values on the lines through `base` along each variable.
 
     A variable enters as a pure power (exponents -2 to 2), or as `alpha + beta v^p`; terms of several such variables are
-    told apart at the corners of their grid. Two values fix a pure power and check it, a sum needs a third to be checked.
+    told apart at the corners of their grid. Two values fix a pure power and check it, a sum needs a third for that.
 
     Arguments:
         base: a value for every variable.
@@ -77,7 +79,11 @@ def _affine(samples: Sequence[tuple[int, int]], power: int) -> bool:
 
 
 def _corners(
-    base: Point, other: Mapping[str, int], powers: Mapping[str, int], value: Callable[[Point], int], at: Mapping[str, sympy.Symbol]
+    base: Point,
+    other: Mapping[str, int],
+    powers: Mapping[str, int],
+    value: Callable[[Point], int],
+    at: Mapping[str, sympy.Symbol],
 ) -> sympy.Expr:
     """The multilinear interpolation in `v^p` of the variables of `other`, between base and their other value."""
     total = sympy.Integer(0)

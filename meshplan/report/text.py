@@ -211,6 +211,8 @@ def _details(d: Mapping[str, Any], verbose: int) -> list[RenderableType]:
                 table.add_row(*(Text(plain(c)) for c in cells))
         parts += ["", table]
     parts += _formulas(d)
+    if d.get("uncounted"):
+        parts += ["", Text("without a formula", style="bold"), *(Text(plain(f"  {n}: {why}")) for n, why in d["uncounted"].items())]
     for title in ("rules", "conditions"):
         if d.get(title):
             parts += ["", Text(title, style="bold"), *(Text("  " + plain(_line(x))) for x in d[title])]
