@@ -290,11 +290,12 @@ def current_function_mode() -> Any:
     return _get_current_function_mode()
 
 
-def strided_shard(dim: int, parts: int) -> Any:
-    """The DTensor placement of a dim made of `parts` equal fused parts, each sharded on its own (private `_StridedShard`)."""
+def strided_shard_class() -> Any:
+    """DTensor's placement of a dim that is cut into pieces first and each piece sharded (private `_StridedShard`, torch 2.11
+    to 2.13)."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    return _StridedShard(dim, split_factor=parts)
+    return _StridedShard
 
 
 def functional_collectives() -> tuple[Any, Any, Any, Any]:

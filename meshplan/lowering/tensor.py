@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshplan import compat
 from meshplan.compiler.edits import Edit
 from meshplan.compiler.frames import positional_names
+from meshplan.compiler.fsdp_cuts import kept_whole
 from meshplan.compiler.lowered import Boundary, Core, ParamPlan
 from meshplan.compiler.sites import Move
 from meshplan.mesh.build import BuiltMesh, Groups
@@ -20,6 +20,7 @@ from meshplan.runtime import replace
 from meshplan.runtime.boundary import BoundMove
 from meshplan.runtime.comm import chunk_offset, chunk_sizes
 from meshplan.runtime.editing import BoundEdit
+from meshplan.runtime.fused import fused_shard
 from meshplan.runtime.module import Around, Convert, Duties, install
 
 
@@ -55,7 +56,7 @@ def _distributed(p: nn.Parameter, plan: ParamPlan, built: BuiltMesh, axes: tuple
         group = built.group(axis)
         if shard.parts:
             local = torch.cat([_cut(piece, shard.dim, group) for piece in local.split(list(shard.parts), shard.dim)], shard.dim)
-            placements.append(compat.strided_shard(shard.dim, len(shard.parts)))
+            placements.append(fused_shard(shard.dim, shard.parts))
         else:
             local = _cut(local, shard.dim, group)
             placements.append(Shard(shard.dim))
