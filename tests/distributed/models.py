@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 import meshplan as mp
 from meshplan.models.gpt import GPT, GPTConfig
 from meshplan.models.llama import Llama, LlamaConfig
+from meshplan.verify.job import MakeOptimizer
+from meshplan.verify.receipt import Receipt
 
 S = mp.S
 BATCH, SEQ, VOCAB = 8, 12, 127
@@ -41,6 +44,8 @@ class Family:
         tokens: name of the token input.
         units: modules that are FSDP and recompute units.
         rtol: the largest relative error: rounding in float64, or in float32 for models that compute parts in it.
+        optimizer: what takes the steps after which parameters are compared; None is AdamW. It divides a gradient by its
+            own size, so where rounding is float32's, parameters whose gradient is nearly zero tell nothing under it.
     """
 
     factory: Callable[..., nn.Module]
@@ -48,6 +53,7 @@ class Family:
     tokens: str
     units: str
     rtol: float
+    optimizer: MakeOptimizer | None = None
 
     def plan(self, composition: str, *, recompute: bool = False) -> mp.Plan:
         """The plan of one entry of `MESHES`."""
@@ -67,6 +73,15 @@ class Family:
     def model(self, **changes: Any) -> Callable[[], nn.Module]:
         """A factory of this model with a changed configuration, that ranks can import."""
         return functools.partial(self.factory, **changes)
+
+    def verify(self, plan: mp.Plan, **changes: Any) -> Receipt:
+        """The receipt of `plan` for this model, at the family's own tolerance."""
+        return mp.verify(self.model(**changes), plan, nproc=world_of(plan), rtol=self.rtol, optimizer=self.optimizer)
+
+
+def world_of(plan: mp.Plan) -> int:
+    """Ranks of a plan whose degrees are all written out."""
+    return math.prod(plan.mesh.values())
 
 
 def llama(**changes: Any) -> Llama:
@@ -182,8 +197,13 @@ def hf_gpt2_rules(sp: bool) -> list[mp.Rule]:
     return rules
 
 
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Plain gradient descent: its steps are as far apart as the gradients are."""
+    return torch.optim.SGD(parameters, lr=0.1, foreach=False)
+
+
 def _hf_family(kind: str, rules: Callable[[bool], list[mp.Rule]], units: str) -> Family:
-    return Family(functools.partial(hf, kind), rules, "input_ids", units, 2e-6)
+    return Family(functools.partial(hf, kind), rules, "input_ids", units, 2e-6, sgd)
 
 
 FAMILIES: dict[str, Family] = {
