@@ -23,8 +23,9 @@ class Lowered:
         assert {p.device.type for p in model.parameters()} == {"meta"}
         self.layers = world_size
 
-    def to_json(self):
-        return llama(self.layers)
+    def to_json(self, symbolic: bool = False):
+        d = llama(self.layers)
+        return d if symbolic else {**d, "counts": {}}
 
 
 @pytest.fixture
