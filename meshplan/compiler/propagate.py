@@ -298,7 +298,7 @@ class Propagation(TorchFunctionMode):
         if "S" in (src, dst):
             self._no_inner_shards(info, dim, k, site)
         move = Move(axis.name, src, dst, dim, size, have, want)
-        mate = boundary.MOVES[src, dst][1]
+        mate = boundary.halves(src, dst, axis.group)[1]
         self.paused = True
         out = self.result.timeline.moved(
             site,

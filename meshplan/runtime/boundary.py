@@ -17,6 +17,10 @@ Drawn for two ranks holding shards a, b of a value, or summands p, q:
     R -> P        kept on rank 0, zero elsewhere   kept on rank 0, zero elsewhere
     P -> A        times n                      times n          (a sum seen as a mean over the axis)
     A -> I        all_reduce / n               divided by n
+
+Gradients are summed over tp and *averaged* over data axes (dp_replicate, dp_shard, cp). So on a data axis a rank's own share
+of a gradient, that of an S, P, A or R value, is kept times n, while that of an I value, being whole, is not. A move into I
+there multiplies its mate by n, and a move out of I divides it by n.
 """
 
 from __future__ import annotations
@@ -98,6 +102,20 @@ MOVES: dict[tuple[str, str], tuple[Half, Half]] = {
     ("A", "N"): (_mean, _over_n),
 }
 
+
+def halves(src: str, dst: str, group: AxisGroup) -> tuple[Half, Half]:
+    """The two halves of a move over `group`: as in `MOVES`, scaled between a rank's share and a whole gradient if it averages."""
+    forward, backward = MOVES[src, dst]
+    if not group.averages or (src == "I") == (dst == "I"):
+        return forward, backward
+    scale = float(group.size) if dst == "I" else 1 / group.size
+
+    def scaled(x: Tensor, g: AxisGroup, dim: int, size: int) -> Tensor:
+        return backward(x, g, dim, size) * scale
+
+    return forward, scaled
+
+
 _COLLECTIVE = {
     _all_gather: "all_gather",
     _reduce_scatter: "reduce_scatter",
@@ -118,7 +136,7 @@ class BoundMove:
     __slots__ = ("back", "dim", "group", "out", "recorded", "size")
 
     def __init__(self, src: str, dst: str, group: AxisGroup, dim: int = 0, size: int = 0) -> None:
-        self.out, self.back = MOVES[src, dst]
+        self.out, self.back = halves(src, dst, group)
         self.group, self.dim, self.size = group, dim, size
         # Cutting a tensor that carries no gradient is plain slicing, and integers cannot pass a Function's gradient.
         self.recorded = (src, dst) != ("N", "S")

@@ -58,6 +58,11 @@ class AxisGroup:
     name: str | None = None
     on_call: OnCall | None = field(default=None, compare=False)
 
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged over these ranks, which hold different data, rather than summed."""
+        return set(self.axis.split("+")) <= {"dp_replicate", "dp_shard", "cp"}
+
     def all_gather(self, x: Tensor, dim: int, size: int | None = None) -> Tensor:
         """Concatenate the ranks' shards along `dim`. `size` is the true length of the result when shards are uneven
         (cut as `chunk_sizes`); None means that all shards equal this one."""
