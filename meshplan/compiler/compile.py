@@ -14,6 +14,7 @@ from meshplan.compiler.bind import Bound, bind
 from meshplan.compiler.capture import ModuleHooks, Trace, capture
 from meshplan.compiler.check import CHECKS, Checked, check_uses
 from meshplan.compiler.edits import Edit
+from meshplan.compiler.few_heads import SplitNeeded, split_spec, sub_axes, with_copies
 from meshplan.compiler.fsdp_cuts import fsdp_cuts
 from meshplan.compiler.kinds import I, Kind, N, Pending, R
 from meshplan.compiler.layout import Axis, Info, local_shape
@@ -51,7 +52,7 @@ def compile_core(
     Raises PlanError, each with the user's line: what `bind` raises, `rule-refuted`, `bad-check`, and `host-read`, `no-rule`,
     `diverged`, `random-op`, `no-redistribution`, `local-shape`, `in-place`, `mixed-use`, `axis-not-lowered`, `fsdp-no-dim`.
     """
-    _refuse_unlowered(plan, spec)
+    refuse_unlowered(plan, spec)
     if check not in CHECKS:
         raise PlanError(f"check={check!r}", code="bad-check", legal=list(CHECKS))
     bound = bind(plan, model, degrees=dict(spec.axes), given=tuple(inputs or ()))
@@ -60,7 +61,14 @@ def compile_core(
     examples = example_inputs(model, bound, inputs, [a.name for a in axes])
     kinds = {name: _param_kinds(bound, name, axes) for name in bound.params}
     with fake_world() as mode:
-        trace, result, settled = _settled(model, mode, bound, spec, rank, axes, examples, kinds, fold)
+        whole = spec
+        while True:
+            spec = split_spec(whole, kinds, axes, bound.params)
+            try:
+                trace, result, settled = _settled(model, mode, bound, spec, rank, axes, examples, kinds, fold)
+                break
+            except SplitNeeded as found:
+                kinds = with_copies(kinds, found.split, axes, bound.params)
         decided = tuple(map(final, result.decided))
     checked = check_uses(decided, axes, trace) if check == "values" else Checked()
     expand_repeats(result, settled)
@@ -85,7 +93,7 @@ def _settled(
     raise AssertionError("a trace of every layer needs no other")
 
 
-def _refuse_unlowered(plan: Plan, spec: MeshSpec) -> None:
+def refuse_unlowered(plan: Plan, spec: MeshSpec) -> None:
     for axis, section in (("pp", plan.pipeline), ("cp", plan.context), ("ep", plan.experts)):
         if spec.degree(axis) > 1 or section is not None:
             raise PlanError(
@@ -276,11 +284,16 @@ def _params(bound: Bound, result: Pass, axes: list[Axis], kinds: dict[str, list[
     for (_, name, axis), pending in result.param_use.items():
         if R in pending.find().needs:
             reduce.setdefault(name, set()).add(axis)
+    # A shard that several ranks hold serves different heads on each.
+    copied = {
+        name: [sub_axes(a.name)[1] for a, k in zip(axes, kinds[name], strict=True) if isinstance(k, Shard) and k.copies > 1]
+        for name in bound.params
+    }
     return {
         name: ParamPlan(
             name, p.shape, str(p.dtype).removeprefix("torch."), p.requires_grad,
             tuple((a.name, k) for a, k in zip(axes, kinds[name], strict=True) if isinstance(k, Shard)),
-            tuple(a.name for a in axes if a.name in reduce.get(name, ())),
+            (*(a.name for a in axes if a.name in reduce.get(name, ())), *copied[name]),
         )
         for name, p in bound.params.items()
     }  # fmt: skip
