@@ -37,7 +37,7 @@ def _eight_heads(name: str) -> dict[str, int]:
 
 def main(words: list[str]) -> int:
     wrong = 0
-    print(f"{'composition':58} {'loss':>8} {'gradients':>9} {'after 2':>8}  collectives a step and rank      s", flush=True)
+    print(f"{'composition':58} {'loss':>8} {'gradients':>9} {'after 2':>8}  collectives a step      s", flush=True)
     with RankPool(4):
         for label, family, changes, plan in rows():
             if not all(word in label.split() for word in words):
@@ -53,7 +53,7 @@ def main(words: list[str]) -> int:
             collectives = receipt.check("collectives")
             counted = collectives.detail.split(" a step")[0] if collectives.passed else "NOT AS PREDICTED"
             verdict = "" if receipt.passed else "  FAILED"
-            print(f"{label:58} {figures}  {counted:>26} {time.perf_counter() - start:6.1f}{verdict}", flush=True)
+            print(f"{label:58} {figures}  {counted:>18} {time.perf_counter() - start:6.1f}{verdict}", flush=True)
             if not receipt.passed:
                 wrong += 1
                 print(*(f"    {c.name}: {c.detail}" for c in receipt.checks if not c.passed), sep="\n", flush=True)

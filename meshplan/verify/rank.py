@@ -105,7 +105,7 @@ def run_rank(job: Job, path: str, program: MakeProgram = parallelized) -> RankRe
             optimizer.step()
         recorded.append((*log, *stepped))
     parameters = _distances(named_parameters(model), reference["parameters"], reference["parameters"])
-    shards = {(name, _part(p)): digest(_local(p)) for name, p in named_parameters(model).items()}
+    shards = {(name, part(p)): digest(_local(p)) for name, p in named_parameters(model).items()}
     initial = {}
     if reference["initial"] and set(parameters) <= set(reference["initial"]):
         init_weights(model, job.seed)
@@ -168,7 +168,7 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _part(x: Tensor) -> str:
+def part(x: Tensor) -> str:
     """Which part of the whole tensor this rank holds: its coordinates on the axes that shard it. Ranks that agree in it
     hold replicas."""
     if not isinstance(x, DTensor):

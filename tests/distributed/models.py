@@ -133,7 +133,7 @@ def gpt_rules(sp: bool) -> list[mp.Rule]:
 
 
 def hf(kind: str, **changes: Any) -> nn.Module:
-    """A transformers causal language model of 2 layers, built from its configuration: `llama`, `qwen3`, `gemma2`, `gpt2`."""
+    """A transformers causal language model of 2 layers from its configuration: `llama`, `qwen3`, `gemma2` or `gpt2`."""
     import transformers as hf
 
     if kind == "gpt2":
@@ -142,8 +142,8 @@ def hf(kind: str, **changes: Any) -> nn.Module:
         return hf.GPT2LMHeadModel(config)
     sizes = {
         "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 32, "vocab_size": VOCAB, "use_cache": False,
-        "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "attention_dropout": 0.0,
+        "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 32, "vocab_size": VOCAB,
+        "use_cache": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "attention_dropout": 0.0,
     }  # fmt: skip
     # A window below the sequence length, so that Gemma's two kinds of layers differ.
     own = {"sliding_window": 5, "query_pre_attn_scalar": 10} if kind == "gemma2" else {}

@@ -50,7 +50,7 @@ def _gathered() -> list[tuple[str, str, torch.Tensor]]:
     return [(n, str(tuple(p.to_local().shape)), p.full_tensor().detach()) for n, p in fused.items()]
 
 
-def test_fused_parameters_gather_in_the_users_row_order_and_the_bias_stays_whole_over_the_data_ranks(pool):
+def test_fused_parameters_gather_in_the_users_row_order_and_their_bias_is_whole_on_data_ranks(pool):
     # Each of two tp ranks holds 20 rows of q, of k and of v; of the weight's 40 columns each of two dp_shard ranks holds 20.
     for parameters in pool.run(_gathered, world=4):
         for name, local, full in parameters:

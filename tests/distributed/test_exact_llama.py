@@ -1,4 +1,4 @@
-"""Llama is exact in float64: loss, every gradient and two AdamW steps, on every mesh and under every option of the plan."""
+"""Llama is exact in float64: loss, every gradient and two AdamW steps, on every mesh and with every option."""
 
 import pytest
 
