@@ -47,6 +47,10 @@ class Example:
         return tuple(leaf.signature() for leaf in self.leaves)
 
 
+OMITTED: Any = type("Omitted", (), {"__repr__": lambda self: "<left to forward's default>"})()
+"""An example in the place of an input of the plan that this call does not pass."""
+
+
 def by_name(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any] | Tensor | None) -> dict[str, Any]:
     """Example inputs by argument name; a tensor or a sequence is matched to forward's positional arguments."""
     if inputs is None:
@@ -64,7 +68,8 @@ def by_name(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any] | Tensor
 
 
 def example_inputs(model: nn.Module, bound: Bound, inputs: Any, axes: Sequence[str]) -> dict[str, Example]:
-    """What forward is traced with. The caller's inputs replace the plan's of the same name but keep its `place`.
+    """What forward is traced with. The caller's inputs replace the plan's of the same name but keep its `place`; one that
+    is `OMITTED` is not passed.
 
     Raises PlanError: `no-inputs` where neither gives a shape.
     """
@@ -82,6 +87,8 @@ def example_inputs(model: nn.Module, bound: Bound, inputs: Any, axes: Sequence[s
     if not given:
         raise PlanError("neither the plan nor the call gives the model's inputs", code="no-inputs", legal="inputs: in the plan")
     for name, value in given.items():
+        if value is OMITTED:
+            continue
         out[name] = _example(name, value, bound, axes)
     return out
 

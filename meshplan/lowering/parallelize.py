@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshplan import compat
 from meshplan.compiler.compile import DATA_AXES, compile_core
+from meshplan.compiler.examples import OMITTED
 from meshplan.compiler.frames import argument_keys
 from meshplan.compiler.fsdp_cuts import averaged, fsdp_cuts, kept_whole, sharded_by_fsdp
 from meshplan.compiler.lowered import Core
@@ -20,12 +21,13 @@ from meshplan.errors import PlanError
 from meshplan.lowering.agreement import agree_on, signature_check
 from meshplan.lowering.fsdp import apply_fsdp
 from meshplan.lowering.recompute import recompute_arounds
+from meshplan.lowering.regions import parallelize_regions
 from meshplan.lowering.tensor import bind_program, distribute_parameters
 from meshplan.mesh.build import BuiltMesh, Groups, abstract_groups, build_groups
 from meshplan.mesh.rankmap import log_rank_map
 from meshplan.mesh.spec import MeshSpec
 from meshplan.ops.dropout import DropoutStreams
-from meshplan.plan.plan import Plan
+from meshplan.plan.plan import Plan, as_regions
 from meshplan.runtime.batch import remember
 from meshplan.runtime.gradients import Gradients, Reduction
 from meshplan.runtime.init import init_weights
@@ -52,7 +54,8 @@ def parallelize(
         inputs: global example inputs (by name, or in order) that add to the plan's: tensors, `Input`s, constants.
         seed: of dropout, and of the initial values of a meta model; the same on any mesh.
         device: where a meta model is materialised; default: CUDA under a CUDA backend, else the CPU.
-        regions: overrides the plan's `regions`.
+        regions: overrides the plan's `regions`: "auto", or "dtensor" for the slow reference (one rank alone runs the
+            model as it is).
 
     Without a process group the world is this one process.
 
@@ -61,11 +64,14 @@ def parallelize(
     """
     real = dist.is_available() and dist.is_initialized()
     world, rank = (dist.get_world_size(), dist.get_rank()) if real else (1, 0)
+    if as_regions(regions or plan.regions) == "dtensor" and world > 1:
+        return parallelize_regions(
+            model, plan, inputs, seed=seed, device=device, device_type=_device_type(real), check=lambda: _refuse_used(model)
+        )
     failed: PlanError | None = None
     lowered: Lowered | None = None
     try:
         _refuse_twice(model)
-        _refuse_regions(regions or plan.regions)
         spec = MeshSpec.resolve(plan.mesh, world)
         core = compile_core(model, plan, spec, inputs, rank)
         lowered = Lowered(model, core, rank)
@@ -116,9 +122,9 @@ def _refuse_twice(model: nn.Module) -> None:
         raise PlanError("this model is parallelised already", code="already-parallelized", legal="a fresh model")
 
 
-def _refuse_regions(regions: str) -> None:
-    if regions != "auto":
-        raise PlanError(f"regions {regions!r} are not lowered in this version", code="regions-not-lowered", legal="auto")
+def _refuse_used(model: nn.Module) -> None:
+    _refuse_twice(model)
+    _refuse_optimizers(model)
 
 
 def _refuse_optimizers(model: nn.Module) -> None:
@@ -194,10 +200,13 @@ def _session(
 
     def relower(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Core:
         given = global_examples(model, args, kwargs, core)
-        if all(v == dict(core.program.signature).get(k) for k, v in _shapes(given).items()) and model.training == pristine.training:
+        modes = [(mine, theirs.training) for mine, theirs in zip(pristine.modules(), model.modules(), strict=True)]
+        if _shapes(given) == _said(dict(core.program.signature)) and all(m.training == mode for m, mode in modes):
             return core
-        pristine.train(model.training)
-        return compile_core(pristine, plan, spec, given, rank)
+        for mine, mode in modes:
+            mine.training = mode
+        heads = {name.partition(".")[0] for name in core.bound.inputs}
+        return compile_core(pristine, plan, spec, {**dict.fromkeys(heads, OMITTED), **given}, rank)
 
     agree = signature_check(world, rank) if real and dist.get_backend() != "fake" else (lambda signature: None)
     return Session(model, core, groups, Gradients([]), streams, relower, lambda c: None, agree, lowered)
@@ -210,7 +219,12 @@ def _shapes(given: Mapping[str, Any]) -> dict[str, Any]:
         out[name] = tuple(
             (tuple(x.shape), str(x.dtype), x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves
         )
-    return out
+    return _said(out)
+
+
+def _said(shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """Without arguments that are None: they might as well not have been given."""
+    return {name: leaves for name, leaves in shapes.items() if leaves != (repr(None),)}
 
 
 def global_examples(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], core: Core) -> dict[str, Any]:

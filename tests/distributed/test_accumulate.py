@@ -1,15 +1,12 @@
 """Microbatches of unequal sizes and counts add up to one device's sum, with one reduction at the end."""
 
-import functools
 
 import pytest
-import torch
 
 import meshplan as mp
-from meshplan.models.llama import Llama
 from meshplan.runtime.recorder import record_collectives
 from tests.distributed.models import FAMILIES, world_of
-from tests.distributed.training import apart, batch, built, full, mean_losses, on_this_rank, one_device
+from tests.distributed.training import apart, batch, built, mean_losses, on_this_rank, one_device
 
 FAMILY = FAMILIES["llama"]
 # Other rows and another sequence length in the middle: the program is lowered again within the block.

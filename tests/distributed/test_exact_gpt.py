@@ -51,7 +51,7 @@ def _gathered() -> list[tuple[str, str, torch.Tensor]]:
 
 
 def test_fused_parameters_gather_in_the_users_row_order_and_their_bias_is_whole_on_data_ranks(pool):
-    # Each of two tp ranks holds 20 rows of q, of k and of v; of the weight's 40 columns each of two dp_shard ranks holds 20.
+    # Each of two tp ranks holds 20 rows of q, of k and of v; each of two dp_shard ranks 20 of the weight's 40 columns.
     for parameters in pool.run(_gathered, world=4):
         for name, local, full in parameters:
             assert local == ("(60, 20)" if name.endswith("weight") else "(60,)")
