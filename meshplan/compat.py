@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed import Store
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["TorchDispatchMode"]  # re-exported: the base of our modes
@@ -310,10 +311,8 @@ def functional_collectives() -> tuple[Any, Any, Any, Any]:
     )
 
 
-def below_autograd() -> Any:
-    """A context in which operators record nothing for backward and skip that layer of dispatch
-    (`torch._C._AutoDispatchBelowAutograd`, torch 2.11 to 2.13)."""
-    return torch._C._AutoDispatchBelowAutograd()
+below_autograd = torch._C._AutoDispatchBelowAutograd
+"""A context in which operators record nothing for backward and skip that layer of dispatch (torch 2.11 to 2.13)."""
 
 
 def bare_apply(function: type[torch.autograd.Function]) -> Any:
@@ -322,9 +321,8 @@ def bare_apply(function: type[torch.autograd.Function]) -> Any:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
-def in_function_transform() -> bool:
-    """Whether a transform of `torch.func` (vmap, grad, jvp) is on (private in torch 2.11 to 2.13)."""
-    return torch._C._are_functorch_transforms_active()
+in_function_transform = torch._C._are_functorch_transforms_active
+"""Whether a transform of `torch.func` (vmap, grad, jvp) is on (private in torch 2.11 to 2.13)."""
 
 
 def accumulates(leaf: Any) -> bool:
@@ -342,14 +340,22 @@ def accumulates(leaf: Any) -> bool:
         return False
 
 
-def backward_number() -> int:
-    """A number of the backward pass that this thread is in, -1 outside (private in torch 2.11 to 2.13)."""
-    return torch._C._current_graph_task_id()
+backward_number = torch._C._current_graph_task_id
+"""A number of the backward pass that this thread is in, -1 outside (private in torch 2.11 to 2.13)."""
 
 
 def new_dtensor(local: torch.Tensor, spec: Any) -> Any:
     """A DTensor of `local` laid out as `spec` (a `DTensorSpec`), without gradient. Unlike a call of the class it skips
     an `__init__` that does nothing, behind a dynamo guard that does something (torch 2.11 to 2.13)."""
-    from torch.distributed.tensor import DTensor
-
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def packed(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """One 1-D tensor with the elements of all `tensors`, which share dtype and device, in turn. Replaces
+    `torch._utils._flatten_dense_tensors` (the operator beneath it: torch 2.11 to 2.13)."""
+    return torch._C._nn.flatten_dense_tensors(tensors)
+
+
+def unpack_into(tensors: list[torch.Tensor], flat: torch.Tensor) -> None:
+    """Copy what `packed` packed back into `tensors`, in a few kernels (`torch._foreach_copy_`, torch 2.11 to 2.13)."""
+    torch._foreach_copy_(tensors, torch._C._nn.unflatten_dense_tensors(flat, tensors))

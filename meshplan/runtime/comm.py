@@ -79,7 +79,7 @@ class AxisGroup:
             if local != step:
                 x = _pad(x, dim, step)
             full = _send(_ALL_GATHER, x.contiguous(), n, self.name)
-            if math.prod(x.shape[:dim]) == 1:
+            if _outermost(x, dim):
                 full = full.view(*x.shape[:dim], n * step, *x.shape[dim + 1 :])
             else:
                 # Ranks arrive stacked on dim 0: split the stack off and move it beside `dim`.
@@ -95,20 +95,22 @@ class AxisGroup:
         if n == 1:
             return x
         step = -(-size // n)
-        if step * n != size:
+        padded = step * n != size
+        if padded:
             x = _pad(x, dim, step * n)
         if self.name is None:
             self._tell("reduce_scatter", x)
             out = x.narrow(dim, 0, step).clone()
         else:
-            lead, rest = x.shape[:dim], x.shape[dim + 1 :]
-            if math.prod(lead) == 1:
-                out = _send(_REDUCE_SCATTER, x.contiguous().view(n * step, *rest), "sum", n, self.name).view(*lead, step, *rest)
+            if _outermost(x, dim):
+                shape = x.shape[dim + 1 :]
+                out = _send(_REDUCE_SCATTER, x.contiguous().view(n * step, *shape), "sum", n, self.name)
+                if dim != 0:
+                    out = out.view(*x.shape[:dim], step, *shape)
             else:
                 x = x.unflatten(dim, (n, step)).movedim(dim, 0).flatten(0, 1)
                 out = _send(_REDUCE_SCATTER, x.contiguous(), "sum", n, self.name)
-        mine = chunk_sizes(size, n)[self.rank]
-        return out if mine == step else out.narrow(dim, 0, mine)
+        return out.narrow(dim, 0, chunk_sizes(size, n)[self.rank]) if padded else out
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """The elementwise `op` ("sum", "max", "min") over the ranks, as a new tensor."""
@@ -137,6 +139,11 @@ def _send(op: Any, x: Tensor, *settings: Any) -> Tensor:
     # for it to record here.
     with compat.below_autograd():
         return _WAIT(op(x, *settings))
+
+
+def _outermost(x: Tensor, dim: int) -> bool:
+    """Whether shards along `dim` lie one after the other in memory, so that nothing need be moved around a collective."""
+    return dim == 0 or (x.shape[0] == 1 if dim == 1 else math.prod(x.shape[:dim]) == 1)
 
 
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:

@@ -99,13 +99,12 @@ class Gradients:
         at = 0
         for count, _, _ in bucket_sizes(sizes):
             bucket, at = grads[at : at + count], at + count
-            flat = torch.cat([g.reshape(-1) for g in bucket])
+            flat = compat.packed(bucket)
             for group in reduction.sums:
                 flat = group.all_reduce(flat)
             if reduction.means is not None:
                 flat = reduction.means.all_reduce(flat).div_(reduction.means.size)
-            for g, whole in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                g.copy_(whole.view_as(g))
+            compat.unpack_into(bucket, flat)
 
 
 def _local(p: nn.Parameter) -> Tensor:

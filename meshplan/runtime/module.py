@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,21 +37,27 @@ class Duties:
     edits: Mapping[int, BoundEdit] | None = None
     around: Around | None = None
 
-    def convert_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        many = list(args)
+    def __post_init__(self) -> None:
+        # Where each input is found, worked out once: (position, name, path into it, convert).
+        found = []
         for key, convert in self.inputs.items():
             name, _, path = key.partition(".")
-            at = self.positions.get(name, int(name) if name.isdigit() else len(many))
-            if at < len(many):
-                many[at] = _at_path(many[at], path, convert)
+            at = self.positions.get(name, int(name) if name.isdigit() else sys.maxsize)
+            found.append((at, name, path, convert))
+        self._found = tuple(found)
+        self._whole = self.outputs.get("")
+
+    def convert_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for at, name, path, convert in self._found:
+            if at < len(args):
+                args = (*args[:at], _at_path(args[at], path, convert), *args[at + 1 :])
             elif name in kwargs:
                 kwargs = {**kwargs, name: _at_path(kwargs[name], path, convert)}
-        return tuple(many), kwargs
+        return args, kwargs
 
     def convert_outputs(self, out: Any) -> Any:
         if isinstance(out, Tensor):
-            convert = self.outputs.get("")
-            return convert(out) if convert else out
+            return self._whole(out) if self._whole else out
         leaves, structure = compat.flatten(out)
         keys = [key for key, _ in compat.flatten_with_path(out)]
         leaves = [self.outputs[k](x) if k in self.outputs and isinstance(x, Tensor) else x for k, x in zip(keys, leaves, strict=True)]
@@ -73,12 +80,11 @@ def _forward_of(cls: type) -> Callable[..., Any]:
         if duties.inputs:
             args, kwargs = duties.convert_inputs(args, kwargs)
         own = self.__dict__.get("_meshplan_forward")
-        call = functools.partial(base, self) if own is None else own
         if duties.edits is None:
-            out = call(*args, **kwargs)
+            out = base(self, *args, **kwargs) if own is None else own(*args, **kwargs)
         else:
             with Editing(duties.edits, duties.path):
-                out = call(*args, **kwargs)
+                out = base(self, *args, **kwargs) if own is None else own(*args, **kwargs)
         return duties.convert_outputs(out) if duties.outputs else out
 
     @functools.wraps(base)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshplan import compat
+from meshplan.compiler.frames import positional_names
 from meshplan.compiler.lowered import Core
 from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups
@@ -53,7 +55,7 @@ class Session:
             out = run(*args, **kwargs)
         finally:
             Step.depth -= 1
-        for x in compat.flatten(out)[0]:
+        for x in (out,) if isinstance(out, Tensor) else compat.flatten(out)[0]:
             if isinstance(x, Tensor):
                 self.gradients.watch(x)
         return out
@@ -79,15 +81,30 @@ class Session:
 
 def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     """What a program is lowered for: the local shapes and dtypes of all tensors, the constants, and the training flag."""
-    from meshplan.compiler.frames import argument_keys
+    names = positional_names(model)
+    described: list[tuple[Any, ...]] = []
+    for i, arg in enumerate(args):
+        described += _described(names[i] if i < len(names) else str(i), arg)
+    for name, arg in kwargs.items():
+        described += _described(name, arg)
+    described.sort(key=itemgetter(0))
+    return (model.training, *described)
 
-    leaves, _ = compat.flatten((args, kwargs))
-    keys = argument_keys(model, args, kwargs)
-    described = [
-        (k, tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else (k, repr(x))
-        for k, x in zip(keys, leaves, strict=True)
-    ]
-    return (model.training, *sorted((d for d in described if d[1] != "None"), key=lambda d: str(d[0])))
+
+def _described(name: str, arg: Any) -> list[tuple[Any, ...]]:
+    """Each leaf of an argument by its key path. What is None might as well not have been given."""
+    if isinstance(arg, Tensor):  # nearly always: walking a tree costs more than all the rest
+        return [(name, tuple(arg.shape), arg.dtype, arg.requires_grad)]
+    if arg is None:
+        return []
+    found: list[tuple[Any, ...]] = []
+    for path, x in compat.flatten_with_path(arg):
+        key = f"{name}.{path}" if path else name
+        if isinstance(x, Tensor):
+            found.append((key, tuple(x.shape), x.dtype, x.requires_grad))
+        elif x is not None:
+            found.append((key, repr(x)))
+    return found
 
 
 def session_of(model: nn.Module) -> Session:

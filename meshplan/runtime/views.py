@@ -84,7 +84,7 @@ def local_view(p: Tensor, moves: tuple[Callable[[Tensor], Tensor], ...]) -> Tens
 def _getter(name: str) -> Callable[[nn.Module], Tensor | None]:
     def get(module: nn.Module) -> Tensor | None:
         p = module._parameters[name]
-        if Step.depth == 0 or p is None:
+        if not Step.depth or p is None:
             return p
         moves = module._meshplan_views[name]  # type: ignore[operator,index]
         if not Editing.running:
