@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -270,6 +272,35 @@ def fsdp_abandon(root: Any, groups: list[Any]) -> None:
                 p._unsharded_param.grad = None
 
 
+def unshared(grads: tuple[torch.Tensor, ...]) -> bool:
+    """Whether nobody else holds `grads[0]`, the first gradient that a Function's `backward(ctx, *grads)` was given: then
+    it may be kept as it is, the rule of torch's AccumulateGrad. (`_use_count` is private; torch without it says no.)"""
+    count = getattr(grads[0], "_use_count", None)
+    return count is not None and count() == 1 and sys.getrefcount(grads[0]) <= _references()
+
+
+@functools.cache
+def _references() -> int:
+    """References that the interpreter and autograd themselves hold to such a gradient: measured, since it is theirs to change."""
+    seen: list[int] = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.detach()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            _count(grads, seen)
+
+    def _count(grads: tuple[torch.Tensor, ...], seen: list[int]) -> None:
+        seen.append(sys.getrefcount(grads[0]))  # from a call, as in `unshared`
+
+    with torch.enable_grad():
+        (Probe.apply(torch.ones(2, requires_grad=True)) * 1.0).sum().backward()
+    return seen[0]
+
+
 def is_fake(t: torch.Tensor) -> bool:
     """Whether `t` is a FakeTensor: shape and dtype without values."""
     from torch._subclasses.fake_tensor import FakeTensor
@@ -359,3 +390,25 @@ def packed(tensors: list[torch.Tensor]) -> torch.Tensor:
 def unpack_into(tensors: list[torch.Tensor], flat: torch.Tensor) -> None:
     """Copy what `packed` packed back into `tensors`, in a few kernels (`torch._foreach_copy_`, torch 2.11 to 2.13)."""
     torch._foreach_copy_(tensors, torch._C._nn.unflatten_dense_tensors(flat, tensors))
+
+
+def is_strided_shard(placement: Any) -> bool:
+    """Whether a DTensor placement is the private `_StridedShard`."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)
+
+
+def implicit_replication(on: bool) -> None:
+    """Let DTensor calls of this thread take plain tensors as replicated, as
+    `torch.distributed.tensor.experimental.implicit_replication` does inside its block (torch 2.11 to 2.13)."""
+    from torch.distributed.tensor import DTensor
+
+    DTensor._op_dispatcher._allow_implicit_replication = on
+
+
+def fake_store() -> Store:
+    """The store of a fake process group (`torch.testing._internal`, torch 2.11 to 2.13)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()

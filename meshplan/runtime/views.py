@@ -42,11 +42,13 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         require_first("parameter view")
-        p, grad = ctx.p, grads[0].contiguous()
+        p, own = ctx.p, compat.unshared(grads)
+        grad = grads[0].contiguous()
         if p._backward_hooks or p._post_accumulate_grad_hooks or not _accumulating(ctx):
             return new_dtensor(grad, p._spec)
         if p.grad is None:
-            p.grad = new_dtensor(grad, p._spec)
+            # Both summands of `a + b` are given one gradient; each parameter keeps one of its own.
+            p.grad = new_dtensor(grad if own or grad is not grads[0] else grad.clone(), p._spec)
         else:
             p.grad._local_tensor.add_(grad)
         return None
