@@ -15,7 +15,8 @@ from meshplan.errors import PlanError, Where
 from meshplan.plan.placements import P, R, S
 
 if TYPE_CHECKING:
-    from meshplan.compiler.lowered_graph import Lowered, lower
+    from meshplan.compiler.lowered_graph import Lowered
+    from meshplan.lowering.lower import lower
     from meshplan.lowering.parallelize import parallelize
     from meshplan.plan.annotate import place
     from meshplan.plan.plan import Plan
@@ -35,7 +36,7 @@ __version__ = "0.1.0"
 # Where each public name lives; looked up on first use, so that `meshplan ranks` starts without importing torch.
 _HOMES = {
     "Lowered": "meshplan.compiler.lowered_graph",
-    "lower": "meshplan.compiler.lowered_graph",
+    "lower": "meshplan.lowering.lower",
     "parallelize": "meshplan.lowering.parallelize",
     "place": "meshplan.plan.annotate",
     "Plan": "meshplan.plan.plan",

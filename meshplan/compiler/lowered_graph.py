@@ -49,6 +49,16 @@ class Lowered:
         """The single-device model on meta, for lowering again."""
         return self._model
 
+    @property
+    def predicted(self) -> bool:
+        """Whether `collectives` is what will run; False only for DTensor regions that could not be rehearsed."""
+        return True
+
+    @property
+    def collective_ids(self) -> list[str]:
+        """A name for each of `collectives`, by which `counts` speaks of it."""
+        return ids(self.collectives)
+
     @cached_property
     def collectives(self) -> list[Collective]:
         """Every collective of one training step, in program order (counted)."""
@@ -132,7 +142,8 @@ class Lowered:
                  "operator": e.replacement.name if e.replacement else None, "where": str(e.where or "")}
                 for path, edits in program.edits.items() for n, e in sorted(edits.items())
             ],
-            "collectives": [{"id": i, **c.to_json()} for i, c in zip(ids(self.collectives), self.collectives, strict=True)],
+            "collectives": [{"id": i, **c.to_json()} for i, c in zip(self.collective_ids, self.collectives, strict=True)],
+            "predicted": self.predicted,
             "fsdp_units": [
                 {"module": u.path, "params": sum(_numel(p.local_shape) for p in u.params),
                  "bytes": sum(_numel(p.local_shape) * p.dtype.itemsize for p in u.params)}

@@ -79,7 +79,7 @@ class Plan:
         object.__setattr__(self, "rules", rules_from(self.rules or (), here.child("rules")))
         for key, cls in SECTIONS.items():
             object.__setattr__(self, key, section_from(cls, getattr(self, key), here.child(key)))
-        as_choice("regions", self.regions, REGIONS, here.child("regions"))
+        as_regions(self.regions, here.child("regions"))
 
     @property
     def where(self) -> Where | None:
@@ -157,6 +157,12 @@ class Plan:
         experts = section_from(Experts, sections.get("experts"), user_source())
         owned = experts.at if experts is not None else ()
         return cls(mesh=dict(mesh), inputs=dict(inputs or {}), rules=rules_of(model, experts=owned), **sections)
+
+
+def as_regions(value: Any, source: Source | None = None) -> str:
+    """`value` as one of `REGIONS`. Raises PlanError `unknown-option`."""
+    as_choice("regions", value, REGIONS, source or user_source())
+    return str(value)
 
 
 def _mesh(value: Any, source: Source) -> dict[str, int]:

@@ -30,12 +30,13 @@ class Program:
     Attributes:
         model: the module, ready to train.
         shard: from the global batch to this rank's part.
-        predicted: the collectives of a step as `low.to_json()["collectives"]`; called after the last step.
+        predicted: the collectives of a step as `low.to_json()["collectives"]`, or None where they are not predicted;
+            called after the last step.
     """
 
     model: nn.Module
     shard: Callable[[Batch], Batch]
-    predicted: Callable[[], list[dict[str, Any]]]
+    predicted: Callable[[], list[dict[str, Any]] | None]
 
 
 MakeProgram = Callable[[nn.Module, Plan, Batch], Program]
@@ -50,7 +51,7 @@ class RankReport:
         gradients, parameters, initial: largest absolute distance from the one device by parameter name.
         shards: hash of each local shard, by parameter name and which part of the whole it is.
         inputs: hash of each local input, by name and the coordinates it may depend on.
-        predicted: the collectives of one step, as the comm graph lists them.
+        predicted: the collectives of one step, as the comm graph lists them; None where it lists none.
         recorded: the collectives of each step, as they happened.
     """
 
@@ -60,7 +61,7 @@ class RankReport:
     initial: dict[str, float]
     shards: dict[tuple[str, str], str]
     inputs: dict[tuple[str, str], str]
-    predicted: list[dict[str, Any]]
+    predicted: list[dict[str, Any]] | None
     recorded: tuple[tuple[Collective, ...], ...]
 
 
@@ -72,7 +73,7 @@ def parallelized(model: nn.Module, plan: Plan, batch: Batch) -> Program:
     return Program(
         model,
         shard=lambda batch: mp.shard_batch(model, batch),
-        predicted=lambda: mp.lowered(model).to_json()["collectives"],
+        predicted=lambda: low.to_json()["collectives"] if (low := mp.lowered(model)).predicted else None,
     )
 
 
