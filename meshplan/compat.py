@@ -315,6 +315,11 @@ def without_fake_mode() -> Any:
     return unset_fake_temporarily()
 
 
+def without_function_modes() -> Any:
+    """A context in which no TorchFunctionMode sees a call (`torch._C.DisableTorchFunction`, torch 2.11 to 2.13)."""
+    return torch._C.DisableTorchFunction()
+
+
 def current_function_mode() -> Any:
     """The innermost TorchFunctionMode that is on, or None (private in torch 2.11 to 2.13)."""
     from torch.overrides import _get_current_function_mode

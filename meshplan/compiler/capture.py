@@ -234,11 +234,13 @@ class _Capture(TorchFunctionMode):
 
 
 class ModuleHooks:
-    """Calls `before(path, module, args, kwargs)` and `after(path, module, args, kwargs, out)` around every module of a
+    """Calls `cast(path, args, kwargs)`, which gives new arguments, then `before(path, module, args, kwargs)` and `after(path, module, args, kwargs, out)` around every module of a
     compile-time copy; what they return, unless None, replaces the arguments or the output."""
 
-    def __init__(self, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        self.before, self.after = before, after
+    def __init__(
+        self, before: Callable[..., Any], after: Callable[..., Any], cast: Callable[..., tuple[Any, Any]] | None = None
+    ) -> None:
+        self.before, self.after, self.cast = before, after, cast
 
     def on(self, model: nn.Module) -> None:
         for path, module in model.named_modules():
@@ -251,8 +253,15 @@ class ModuleHooks:
                 self._one(f"{path}.{inner}", child)
 
     def _one(self, path: str, module: nn.Module) -> None:
-        module.register_forward_pre_hook(lambda m, a, k: self.before(path, m, a, k), with_kwargs=True)
+        module.register_forward_pre_hook(lambda m, a, k: self._enter(path, m, a, k), with_kwargs=True)
         module.register_forward_hook(lambda m, a, k, o: self.after(path, m, a, k, o), with_kwargs=True)
+
+
+    def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.cast is not None:
+            args, kwargs = self.cast(path, args, kwargs)
+        replaced = self.before(path, module, args, kwargs)
+        return (args, kwargs) if replaced is None else replaced
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -260,10 +269,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def capture(
-    skeleton: nn.Module, mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any], equals: Equals | None = None
-) -> Trace:
+    skeleton: nn.Module, mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any], equals: Equals | None = None,
+    inputs_of: Callable[..., tuple[Any, Any]] | None = None,
+) -> Trace:  # fmt: skip
     """Run `skeleton` (a fake copy) once on fake global inputs and record its torch calls. Of modules that are
-    `equals`, those that are handed like inputs are traced once.
+    `equals`, those that are handed like inputs are traced once. `inputs_of(path, args, kwargs, alias)`, if given, casts
+    the arguments of modules: see `Precision.inputs`.
 
     Raises PlanError `host-read` where the program depends on tensor values.
     """
@@ -278,7 +289,10 @@ def capture(
 
     for t in [*skeleton.parameters(), *skeleton.buffers(), *tensors_in((args, kwargs))]:
         ids.get(t)
-    recorder, hooks = _Capture(trace, ids, stack, equals), ModuleHooks(before, after)
+    def cast(path: str, a: Any, k: Any) -> tuple[Any, Any]:
+        return inputs_of(path, a, k, lambda new, old: ids.alias(new, ids.get(old))) if inputs_of else (a, k)
+
+    recorder, hooks = _Capture(trace, ids, stack, equals), ModuleHooks(before, after, cast)
     recorder.hooks = hooks.inside
     hooks.on(skeleton)
     if equals is not None:

@@ -20,6 +20,7 @@ from meshplan.compiler.kinds import I, Kind, N, Pending, R
 from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.lowered import Boundary, Core, ParamPlan, Program
 from meshplan.compiler.propagate import Pass, Propagation
+from meshplan.compiler.precision import Precision
 from meshplan.compiler.examples import Example, example_inputs
 from meshplan.compiler.repeats import Equals, FullTraceNeeded, equal_layers, moved_path
 from meshplan.compiler.sites import Decisions
@@ -61,11 +62,13 @@ def compile_core(
     examples = example_inputs(model, bound, inputs, [a.name for a in axes])
     kinds = {name: _param_kinds(bound, name, axes) for name in bound.params}
     with fake_world() as mode:
+    precision = Precision.of(bound, spec)
+    model = precision.model(model)
         whole = spec
         while True:
             spec = split_spec(whole, kinds, axes, bound.params)
             try:
-                trace, result, settled = _settled(model, mode, bound, spec, rank, axes, examples, kinds, fold)
+                trace, result, settled = _settled(model, mode, bound, spec, rank, axes, examples, kinds, fold, precision)
                 break
             except SplitNeeded as found:
                 kinds = with_copies(kinds, found.split, axes, bound.params)
@@ -80,14 +83,15 @@ def compile_core(
 
 def _settled(
     model: nn.Module, mode: Any, bound: Bound, spec: MeshSpec, rank: int, axes: list[Axis], examples: dict[str, Example],
-    kinds: dict[str, list[Kind]], fold: bool,
+    kinds: dict[str, list[Kind]], fold: bool, precision: Precision,
 ) -> tuple[Trace, Pass, Decisions]:  # fmt: skip
     """Propagate with equal layers traced once; where that does not work out, with every layer traced."""
     groups = equal_layers(model, bound, kinds) if fold else {}
     for equals in (Equals(model, groups), Equals(model, {})):
-        trace = capture(fake_copy(model, mode, None, equals.hollow), mode, (), _fake_inputs(examples, mode, None), equals)
+        skeleton = fake_copy(model, mode, None, equals.hollow)
+        trace = capture(skeleton, mode, (), _fake_inputs(examples, mode, None), equals, precision.inputs)
         try:
-            return trace, *_until_stable(model, mode, trace, bound, spec, rank, axes, examples, kinds, equals)
+            return trace, *_until_stable(model, mode, trace, bound, spec, rank, axes, examples, kinds, equals, precision)
         except FullTraceNeeded:
             continue
     raise AssertionError("a trace of every layer needs no other")
@@ -127,12 +131,12 @@ def _fake_inputs(examples: dict[str, Example], mode: Any, axes: list[Axis] | Non
 
 def _until_stable(
     model: nn.Module, mode: Any, trace: Trace, bound: Bound, spec: MeshSpec, rank: int, axes: list[Axis],
-    examples: dict[str, Example], kinds: dict[str, list[Kind]], equals: Equals,
+    examples: dict[str, Example], kinds: dict[str, list[Kind]], equals: Equals, precision: Precision,
 ) -> tuple[Pass, Decisions]:  # fmt: skip
     decisions = Decisions()
     for _ in range(MAX_PASSES):
         decisions.changed = False
-        run = _one_pass(model, mode, trace, bound, spec, rank, axes, examples, kinds, decisions, equals)
+        run = _one_pass(model, mode, trace, bound, spec, rank, axes, examples, kinds, decisions, equals, precision)
         for site, axis, pending, where in run.gathers:
             kind = R if R in pending.find().needs else I
             if decisions.gathered.get((site, axis)) != kind:
@@ -152,6 +156,7 @@ def _one_pass(
     examples: dict[str, Example], kinds: dict[str, list[Kind]], decisions: Decisions, equals: Equals,
 ) -> Propagation:  # fmt: skip
     def shape_of(name: str, t: Tensor) -> tuple[int, ...]:
+    precision: Precision,
         return local_shape(t.shape, kinds[name], axes) if name in kinds else tuple(t.shape)
 
     local = fake_copy(model, mode, shape_of, equals.hollow)
@@ -183,7 +188,11 @@ def _one_pass(
         return number
 
     number = label(local, "", 0)
-    hooks = ModuleHooks(run.before, run.after)
+
+    def cast(path: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return precision.inputs(path, args, kwargs, run.relabel)
+
+    hooks = ModuleHooks(run.before, run.after, cast)
 
     def fill(path: str, module: nn.Module, value: int) -> None:
         equals.fill(path, module, mode, shape_of, run.grouped)

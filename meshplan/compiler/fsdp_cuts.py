@@ -5,14 +5,19 @@ from __future__ import annotations
 from meshplan.compiler.lowered import Core, ParamPlan
 from meshplan.errors import PlanError
 from meshplan.mesh.spec import MeshSpec
+from meshplan.plan.plan import Plan
 
 DATA = ("dp_replicate", "dp_shard", "cp")
 
 
 def sharded_by_fsdp(core: Core) -> bool:
     """Whether the plan's FSDP section does anything on this world: it names a sharding strategy and there are data ranks."""
-    section = core.bound.plan.fsdp
-    return section is not None and section.strategy != "ddp" and core.spec.degree(*DATA) > 1
+    return shards_parameters(core.bound.plan, core.spec)
+
+
+def shards_parameters(plan: Plan, spec: MeshSpec) -> bool:
+    """As `sharded_by_fsdp`, before there is a core."""
+    return plan.fsdp is not None and plan.fsdp.strategy != "ddp" and spec.degree(*DATA) > 1
 
 
 def fsdp_cuts(core: Core) -> dict[str, int | None]:

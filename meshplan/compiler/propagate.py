@@ -107,6 +107,11 @@ class Propagation(TorchFunctionMode):
         if found is None:  # a constant the model holds outside its buffers
             self.label(t, Info(-1, [N] * len(self.axes), False))
             return self.infos[id(t)]
+    def relabel(self, new: Tensor, old: Tensor) -> None:
+        """`new` is the value that `old` is, in another dtype."""
+        known = self.info(old)
+        self.label(new, Info(known.value, list(known.kinds), known.data, known.param))
+
         return found
 
     def show(self, t: Tensor) -> str:
