@@ -19,8 +19,8 @@ from meshplan.compiler.fsdp_cuts import fsdp_cuts
 from meshplan.compiler.kinds import I, Kind, N, Pending, R
 from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.lowered import Boundary, Core, ParamPlan, Program
-from meshplan.compiler.propagate import Pass, Propagation
 from meshplan.compiler.precision import Precision
+from meshplan.compiler.propagate import Pass, Propagation
 from meshplan.compiler.examples import Example, example_inputs
 from meshplan.compiler.repeats import Equals, FullTraceNeeded, equal_layers, moved_path
 from meshplan.compiler.sites import Decisions
@@ -61,9 +61,9 @@ def compile_core(
     axes = [Axis(name, groups.group(name), name in DATA_AXES) for name, n in spec.axes if n > 1 and name != "pp"]
     examples = example_inputs(model, bound, inputs, [a.name for a in axes])
     kinds = {name: _param_kinds(bound, name, axes) for name in bound.params}
-    with fake_world() as mode:
     precision = Precision.of(bound, spec)
     model = precision.model(model)
+    with fake_world() as mode:
         whole = spec
         while True:
             spec = split_spec(whole, kinds, axes, bound.params)
@@ -154,9 +154,9 @@ def _until_stable(
 def _one_pass(
     model: nn.Module, mode: Any, trace: Trace, bound: Bound, spec: MeshSpec, rank: int, axes: list[Axis],
     examples: dict[str, Example], kinds: dict[str, list[Kind]], decisions: Decisions, equals: Equals,
+    precision: Precision,
 ) -> Propagation:  # fmt: skip
     def shape_of(name: str, t: Tensor) -> tuple[int, ...]:
-    precision: Precision,
         return local_shape(t.shape, kinds[name], axes) if name in kinds else tuple(t.shape)
 
     local = fake_copy(model, mode, shape_of, equals.hollow)

@@ -102,16 +102,16 @@ class Propagation(TorchFunctionMode):
         self.keep.append(t)
         return t
 
-    def info(self, t: Tensor) -> Info:
-        found = self.infos.get(id(t))
-        if found is None:  # a constant the model holds outside its buffers
-            self.label(t, Info(-1, [N] * len(self.axes), False))
-            return self.infos[id(t)]
     def relabel(self, new: Tensor, old: Tensor) -> None:
         """`new` is the value that `old` is, in another dtype."""
         known = self.info(old)
         self.label(new, Info(known.value, list(known.kinds), known.data, known.param))
 
+    def info(self, t: Tensor) -> Info:
+        found = self.infos.get(id(t))
+        if found is None:  # a constant the model holds outside its buffers
+            self.label(t, Info(-1, [N] * len(self.axes), False))
+            return self.infos[id(t)]
         return found
 
     def show(self, t: Tensor) -> str:
