@@ -77,7 +77,9 @@ class Bound:
         params: every parameter of the model, by first name.
         modules: the modules with a declared boundary, by path.
         inputs: the plan's inputs, dims of `place` not negative where the shape is known.
-        fsdp_units, recompute_units, compile_units: module paths of the sections' units.
+        fsdp_units, recompute_units, compile_units: module paths of the sections' units; recompute_units only of a
+            section that recomputes.
+        regather_units: module paths inside which sequences are gathered again in backward.
         attention: module paths of `context.attention`; experts: of `experts.at`; stage_starts: of `pipeline.split`.
         shard_dims: dim to shard on the data axes, by parameter name, where `fsdp.shard_dims` names it.
         matches: each rule with the module paths it matched.
@@ -89,6 +91,7 @@ class Bound:
     inputs: dict[str, Input]
     fsdp_units: tuple[str, ...]
     recompute_units: tuple[str, ...]
+    regather_units: tuple[str, ...]
     compile_units: tuple[str, ...]
     attention: tuple[str, ...]
     experts: tuple[str, ...]
@@ -148,13 +151,15 @@ def bind(
         source = section.source.child(field) if section is not None else Source()
         return _units(patterns if isinstance(patterns, tuple) else (), names, source, called)
 
+    recomputes = plan.recompute is None or plan.recompute.policy != "none"
     return Bound(
         plan=plan,
         params={entry.name: _bound_param(entry, claims.params.get(entry.name, {})) for entry in names.params},
         modules=modules,
         inputs=bind_inputs(plan, arguments_of(names.module_by_name[""].module), known, given),
         fsdp_units=units("fsdp"),
-        recompute_units=units("recompute"),
+        recompute_units=units("recompute") if recomputes else (),
+        regather_units=units("recompute") if not recomputes else (),
         compile_units=units("compile"),
         attention=units("context", "attention"),
         # Experts may be a ModuleList, which is never called itself.

@@ -18,6 +18,7 @@ from meshplan.compiler.few_heads import SplitNeeded, split_spec, sub_axes, with_
 from meshplan.compiler.fsdp_cuts import fsdp_cuts
 from meshplan.compiler.kinds import I, Kind, N, Pending, R
 from meshplan.compiler.layout import Axis, Info, local_shape
+from meshplan.compiler.gathers import regathered, sites_regathered
 from meshplan.compiler.lowered import Boundary, Core, ParamPlan, Program
 from meshplan.compiler.precision import Precision
 from meshplan.compiler.propagate import Pass, Propagation
@@ -179,6 +180,7 @@ def _one_pass(
     number = 0
 
     def label(module: nn.Module, prefix: str, number: int) -> int:
+        run.result.timeline.constants |= {compat.storage_key(t) for t in (*module.parameters(), *module.buffers())}
         for name, p in module.named_parameters():
             run.label(p, Info(number, list(kinds[prefix + name]), False, prefix + name))
             number += 1
@@ -208,7 +210,7 @@ def _one_pass(
             number += 1
     hooks.on(local)
     equals.intercept(local, run.grouped)
-    saving = torch.autograd.graph.saved_tensors_hooks(lambda t: (run.result.timeline.saved(), t)[1], lambda t: t)
+    saving = torch.autograd.graph.saved_tensors_hooks(lambda t: (run.result.timeline.saved(t), t)[1], lambda t: t)
     with mode, torch.device("cpu"), saving, run:
         local(**inputs)
     if run.cursor != len(trace.calls):
@@ -270,8 +272,11 @@ def _program(bound: Bound, result: Pass, settled: Decisions, axes: list[Axis], e
                     "is partial elsewhere", code="mixed-use", module=module, legal="the use inside the module that holds it",
                 )  # fmt: skip
             first_only.append((module, name, axis))
+    events = regathered(result.timeline.events, bound, result.shared)
+    again = sites_regathered(events)
     boundaries = tuple(
-        Boundary(site, move, where is not None or site in settled.implicit, site in result.shared, where or settled.implicit.get(site))
+        Boundary(site, move, where is not None or site in settled.implicit, site in result.shared, where or settled.implicit.get(site),
+                 move.src == "S" and site in again)
         for site, move, where in result.moves
     )
     return Program(
@@ -280,7 +285,7 @@ def _program(bound: Bound, result: Pass, settled: Decisions, axes: list[Axis], e
         edits=result.edits,
         outputs=tuple((key, tuple(k), shape, scalar) for key, k, shape, scalar in result.outputs),
         layouts=tuple((p, side, key, shape, tuple(settled_kind(k) for k in kinds)) for p, side, key, shape, kinds in result.layouts),
-        events=tuple(result.timeline.events),
+        events=events,
         axes=tuple(a.name for a in axes),
         first_only=tuple(first_only),
         calls=frozenset(result.calls),

@@ -21,13 +21,14 @@ from meshplan.plan.placements import Shard
 @dataclass(frozen=True)
 class Boundary:
     """One redistribution of the program. `implicit` ones were asked for by an op, not by the plan; `shared` ones are done
-    by whichever of their sites runs first."""
+    by whichever of their sites runs first; of what `regather` ones gather only the shard is kept for backward."""
 
     site: Site
     move: Move
     implicit: bool
     shared: bool
     where: Where | None
+    regather: bool = False
 
 
 @dataclass(frozen=True)

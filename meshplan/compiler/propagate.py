@@ -314,6 +314,8 @@ class Propagation(TorchFunctionMode):
             where,
         )
         self.paused = False
+        if site.side == "input" and src == "S":
+            self.result.timeline.gathered(site.module, out, x)
         kinds = list(info.kinds)
         kinds[k] = want
         self.result.moves.append((site, move, where))

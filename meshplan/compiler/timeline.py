@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshplan import compat
 from meshplan.compiler.repeats import moved_path
 from meshplan.compiler.sites import Site
 from meshplan.errors import Where
@@ -33,7 +34,12 @@ class Sent:
 @dataclass(frozen=True)
 class Event:
     """`what` is "move", "operator", "enter", "leave" or "saved". Moves and operators carry what they send each way;
-    `grad` says whether the mate runs."""
+    `grad` says whether the mate runs.
+
+    A "saved" event says that backward keeps something, `kept` new bytes of it. One with a `site` is the last use of what was
+    gathered at that input: `choice` is the bytes that are new if the whole tensor is kept, and if the shard is; `again` what
+    gathering it again would send; `written` whether the module writes into it. See `gathers.py`.
+    """
 
     what: str
     module: str
@@ -44,6 +50,22 @@ class Event:
     move: str = ""
     tensor: str = ""
     where: Where | None = None
+    kept: int = 0
+    choice: tuple[int, int] = (0, 0)
+    written: bool = False
+    again: tuple[Sent, ...] = ()
+
+
+@dataclass
+class _Gathered:
+    """What an input of a running module was gathered to: the tensor, its shard, its move, the index of its last use."""
+
+    path: str
+    whole: Tensor
+    shard: Tensor
+    version: int
+    move: Event
+    last: int | None = None
 
 
 class Timeline:
@@ -51,7 +73,10 @@ class Timeline:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.constants: set[int] = set()  # storages of parameters and buffers, which are there anyway
         self._heard: list[Sent] = []
+        self._live: dict[int, _Gathered] = {}
+        self._stored: set[int] = set()
 
     def heard(self, op: str, group: AxisGroup, full: Tensor) -> None:
         self._heard.append(Sent(op, group.axis, group.size, full.numel(), str(full.dtype).removeprefix("torch.")))
@@ -62,6 +87,9 @@ class Timeline:
 
     def leave(self, path: str, grad: bool) -> None:
         """A module ends; `grad`: one of its outputs needs a gradient."""
+        for key, g in list(self._live.items()):
+            if g.path == path:
+                self._settle(self._live.pop(key))
         self.events.append(Event("leave", path, grad=grad))
 
     def repeat(self, start: int, end: int, old: str, new: str) -> None:
@@ -74,10 +102,42 @@ class Timeline:
             site = replace(e.site, module=moved_path(e.site.module, old, new) or e.site.module) if e.site else None
             self.events.append(replace(e, module=module, site=site))
 
-    def saved(self) -> None:
-        if self.events and self.events[-1].what == "saved":
+    def gathered(self, path: str, whole: Tensor, shard: Tensor) -> None:
+        """The last move gathered `whole` from `shard` at an input of module `path`."""
+        self._live[compat.storage_key(whole)] = _Gathered(path, whole, shard, whole._version, self.events[-1])
+
+    def saved(self, t: Tensor) -> None:
+        """Autograd keeps `t`."""
+        g = self._live.get(compat.storage_key(t))
+        if g is not None and g.whole.dtype == t.dtype:
+            g.last = len(self.events)
+            self.events.append(Event("saved", ""))
             return
-        self.events.append(Event("saved", ""))
+        kept = self._new_bytes(t)
+        last = len(self.events) - 1
+        own = last < 0 or self.events[last].what != "saved" or any(g.last == last for g in self._live.values())
+        if own or self.events[last].site is not None:
+            self.events.append(Event("saved", "", kept=kept))
+        else:
+            self.events[last] = replace(self.events[last], kept=self.events[last].kept + kept)
+
+    def _new_bytes(self, t: Tensor) -> int:
+        key = compat.storage_key(t)
+        if key in self.constants or key in self._stored:
+            return 0
+        self._stored.add(key)
+        return t.untyped_storage().nbytes()
+
+    def _settle(self, g: _Gathered) -> None:
+        """The module that a tensor was gathered for has returned: mark the last use that keeps it."""
+        if g.last is None:
+            return
+        known = compat.storage_key(g.shard) in self._stored
+        choice = (self._new_bytes(g.whole), 0 if known else g.shard.untyped_storage().nbytes())
+        self.events[g.last] = replace(
+            self.events[g.last], module=g.move.module, site=g.move.site, move=g.move.move, where=g.move.where,
+            choice=choice, written=g.whole._version != g.version, kept=choice[0], again=g.move.forward,
+        )  # fmt: skip
 
     def moved(self, site: Site, what: str, run: Callable[[], Tensor], mate: Callable[[Tensor], object] | None, tensor: str,
               where: Where | None) -> Tensor:

@@ -22,6 +22,7 @@ from meshplan.runtime.comm import chunk_offset, chunk_sizes
 from meshplan.runtime.editing import BoundEdit
 from meshplan.runtime.fused import fused_shard
 from meshplan.runtime.module import Around, Convert, Duties, install
+from meshplan.runtime.regather import gathering_again, keeping_shards
 
 
 def distribute_parameters(model: nn.Module, core: Core, built: BuiltMesh, axes: tuple[str, ...]) -> None:
@@ -97,6 +98,7 @@ def bind_program(
             views.setdefault((path, key), []).append(_mover(m, groups))
     for path, name, axis in program.first_only:
         views.setdefault((path, name), []).append(BoundMove("R", "I", groups.group(axis)))
+    again = {b.site.module for b in program.boundaries if b.regather}
     callers = {caller for caller in program.edits}
     sleepers = {callee for caller, callee in program.calls if caller in callers}
     for path, module in modules.items():
@@ -104,6 +106,8 @@ def bind_program(
         ins = {k: _chain(v) for k, v in inputs.get(path, {}).items()}
         outs = {k: _chain(v) for k, v in outputs.get(path, {}).items()}
         around = arounds.get(path)
+        if path in again:
+            around = keeping_shards(around)
         duties = None
         if ins or outs or edits or around or "_meshplan_duties" in module.__dict__:
             positions = {name: i for i, name in enumerate(positional_names(module))}
@@ -154,6 +158,8 @@ def _mover(m: Move, groups: Groups) -> BoundMove:
 
 def _converter(b: Boundary, groups: Groups, shared: dict[Any, Any]) -> Convert:
     run = _mover(b.move, groups)
+    if b.regather:
+        return gathering_again(run, groups.group(b.move.axis), b.move.dim, b.move.size)
     if not b.shared:
         return run
     label = f"_meshplan_{b.move.axis}_{b.move.src}_{b.move.dst}_{b.move.dim}"

@@ -30,7 +30,7 @@ METHODS = ("ring", "ulysses", "allgather", "hybrid")
 BALANCES = ("zigzag", "contiguous")
 DISPATCHES = ("auto", "alltoall", "allgather", "fused")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
-POLICIES = ("full", "selective")
+POLICIES = ("full", "selective", "none")
 GATHERS = ("save", "regather")
 
 
@@ -214,12 +214,14 @@ class Pipeline(Section):
 
 @dataclass(frozen=True)
 class Recompute(Section):
-    """What is computed again in backward instead of being kept.
+    """What is computed or gathered again in backward instead of being kept.
 
     Attributes:
-        units: the modules whose inside is not kept, by path pattern.
-        policy: `full` keeps only a unit's inputs; `selective` also keeps results of matrix products and attention.
-        gather: `save` keeps what boundary collectives returned, `regather` runs them again.
+        units: the modules concerned, with all inside them, by path pattern.
+        policy: `full` keeps only a unit's inputs; `selective` also keeps results of matrix products and attention;
+            `none` recomputes nothing.
+        gather: under `none`, what is kept of a sequence that was gathered at a module's input: `regather` keeps this
+            rank's shard and gathers it once more in backward. A recomputed unit gathers again whatever this says.
     """
 
     name: ClassVar[str] = "recompute"
@@ -231,6 +233,11 @@ class Recompute(Section):
         self._paths("units")
         self._choice("policy", POLICIES)
         self._choice("gather", GATHERS)
+        if self.policy == "none" and self.gather == "save":
+            raise PlanError(
+                "recompute with policy none and gather save does nothing", code="bad-value",
+                where=self.source.child("policy").where, legal="gather: regather, or no recompute section",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
