@@ -16,6 +16,7 @@ from meshplan.compiler.check import CHECKS, Checked, check_uses
 from meshplan.compiler.edits import Edit
 from meshplan.compiler.few_heads import SplitNeeded, split_spec, sub_axes, with_copies
 from meshplan.compiler.fsdp_cuts import fsdp_cuts
+from meshplan.compiler.invocations import once
 from meshplan.compiler.kinds import I, Kind, N, Pending, R
 from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.gathers import regathered, sites_regathered
@@ -145,6 +146,7 @@ def _until_stable(
                 decisions.implicit.setdefault(site, where)
                 decisions.changed = True
         if not decisions.changed:
+            run.result.moves, run.result.edits = once(run.result.invocations, run.result.moves)
             return run.result, decisions
     raise PlanError(
         "the layouts of this plan do not settle", code="no-fixpoint",
@@ -220,7 +222,9 @@ def _one_pass(
 
 def expand_repeats(result: Pass, settled: Decisions) -> None:
     """Write out, for every module whose equal stood for it, what was found for that equal."""
-    for new, old in result.repeats:
+    for new, old in dict.fromkeys(result.repeats):
+        if new == old:  # a later call of the module itself
+            continue
 
         def here(path: str, old: str = old, new: str = new) -> str | None:
             return moved_path(path, old, new)

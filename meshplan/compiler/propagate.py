@@ -28,6 +28,7 @@ from meshplan.compiler.capture import (
 )
 from meshplan.compiler.edits import Edit, Replacement
 from meshplan.compiler.frames import Frames, argument_keys, common_host
+from meshplan.compiler.invocations import Invocations
 from meshplan.compiler.kinds import A, I, Kind, N, P, Pending, R, normal, replicated, user_letter
 from meshplan.compiler.layout import Axis, Info, axis_size, local_shape
 from meshplan.compiler.localize import CREATED, SIZED, local_leaves, same_constant, same_index
@@ -55,6 +56,7 @@ class Pass:
 
     moves: list[tuple[Site, Move, Where | None]] = field(default_factory=list)
     edits: dict[str, dict[int, Edit]] = field(default_factory=dict)
+    invocations: Invocations = field(default_factory=Invocations)
     param_use: dict[tuple[str, str, str], Pending] = field(default_factory=dict)
     outputs: list[tuple[str, list[Kind], tuple[int, ...], bool]] = field(default_factory=list)
     layouts: list[tuple[str, str, str, tuple[int, ...], list[Kind]]] = field(default_factory=list)
@@ -133,6 +135,7 @@ class Propagation(TorchFunctionMode):
             raise self.diverged(f"module {path or '(model)'} is called where the single device calls {expected[0] or '(model)'}")
         self.result.timeline.enter(path, any(isinstance(x, Tensor) and x.requires_grad for x in leaves))
         keys = argument_keys(module, args, kwargs)
+        handed = len(self.result.moves)
         moved = [
             self.at_site(x, Site("input", path, key), self.declared(path, "input", key)) if isinstance(x, Tensor) else x
             for key, x in zip(keys, leaves, strict=True)
@@ -140,6 +143,7 @@ class Propagation(TorchFunctionMode):
         if self.frames.stack:
             self.result.calls.add((self.stack.path, path))
         frame = self.frames.enter(path)
+        self.result.invocations.entered(frame, handed)
         self.stack.enter(path)
         for key, x in zip(keys, moved, strict=True):
             if isinstance(x, Tensor):
@@ -318,7 +322,7 @@ class Propagation(TorchFunctionMode):
             self.result.timeline.gathered(site.module, out, x)
         kinds = list(info.kinds)
         kinds[k] = want
-        self.result.moves.append((site, move, where))
+        self._record(site, move, where)
         return self.label(out, Info(info.value, kinds, info.data, info.param))
 
     def _no_inner_shards(self, info: Info, dim: int, k: int, site: Site) -> None:
@@ -384,7 +388,8 @@ class Propagation(TorchFunctionMode):
     ) -> None:
         """A second use of the same redistribution: host it once, at the nearest common module that was handed the tensor;
         where there is none, the first site to run keeps the result for the others."""
-        if first == here:
+        started = next((f.serial for f in reversed(frames) if f.path == here.module), None)
+        if first == here and started in (None, self.result.invocations.current(here.module, self.frames.stack)):
             return
         host = common_host(x, frames, self.frames.snapshot())
         if host is not None:
@@ -395,7 +400,12 @@ class Propagation(TorchFunctionMode):
                 self.decisions.add(site, axis, kind, where)
             return
         self.result.shared |= {first, here}
-        self.result.moves += [(here, move, where) for move in moves]
+        for move in moves:
+            self._record(here, move, where)
+
+    def _record(self, site: Site, move: Move, where: Where | None) -> None:
+        self.result.moves.append((site, move, where))
+        self.result.invocations.owners.append(self.result.invocations.current(site.module, self.frames.stack))
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -475,7 +485,7 @@ class Propagation(TorchFunctionMode):
         self.result.decided.append(Decided(rec, taken, made, operators))
         if edited or replacement or converts:
             edit = Edit(rec.ordinal, rec.name, sized if edited else None, tuple(converts), replacement, rec.where)
-            self.result.edits.setdefault(rec.module, {})[rec.ordinal] = edit
+            self.result.invocations.edits.append((self.frames.stack[-1].serial, rec.module, edit))
         return out
 
     def _same_values(self, rec: Call, out: Any) -> bool:

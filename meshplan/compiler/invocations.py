@@ -1,0 +1,102 @@
+"""A module that is called several times has one set of boundaries and edits, so all its calls must want the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshplan.compiler.edits import Edit
+from meshplan.compiler.frames import Frame
+from meshplan.compiler.sites import Move, Site
+from meshplan.errors import PlanError, Where
+
+Moved = tuple[Site, Move, Where | None]
+
+
+@dataclass
+class Invocations:
+    """Which call of its module each move and each edit belongs to; a call is known by its frame's serial number.
+
+    Attributes:
+        calls: by module path, in order.
+        owners: the call of each move, in the order in which moves are recorded.
+        edits: (call, module path, edit).
+    """
+
+    calls: dict[str, list[int]] = field(default_factory=dict)
+    owners: list[int | None] = field(default_factory=list)
+    edits: list[tuple[int, str, Edit]] = field(default_factory=list)
+
+    def entered(self, frame: Frame, handed: int) -> None:
+        """A call begins; the moves from number `handed` on were made of what it is handed."""
+        self.owners[handed:] = [frame.serial] * (len(self.owners) - handed)
+        self.calls.setdefault(frame.path, []).append(frame.serial)
+
+    def current(self, path: str, stack: Iterable[Frame]) -> int | None:
+        """The running call of the module at `path`, else its last one; None if it was never called."""
+        running = [frame.serial for frame in stack if frame.path == path]
+        return running[-1] if running else (self.calls.get(path) or [None])[-1]
+
+
+def once(invocations: Invocations, moves: list[Moved]) -> tuple[list[Moved], dict[str, dict[int, Edit]]]:
+    """The moves and the edits of each module's first call, which every other call of it repeats.
+
+    Raises PlanError `calls-differ` where one does not.
+    """
+    first = {path: serials[0] for path, serials in invocations.calls.items()}
+    by_call: dict[tuple[str, int | None], list[Moved]] = {}
+    for owner, item in zip(invocations.owners, moves, strict=True):
+        by_call.setdefault((item[0].module, owner), []).append(item)
+    edits: dict[tuple[str, int], dict[int, Edit]] = {}
+    for call, path, edit in invocations.edits:
+        edits.setdefault((path, call), {})[edit.ordinal] = edit
+    for path, (head, *others) in invocations.calls.items():
+        for other in others:
+            _check_moves(path, by_call.get((path, head), []), by_call.get((path, other), []))
+            _check_edits(path, edits.get((path, head), {}), edits.get((path, other), {}))
+    kept = [
+        item
+        for owner, item in zip(invocations.owners, moves, strict=True)
+        if owner is None or owner == first[item[0].module]
+    ]
+    return kept, {path: found for (path, call), found in edits.items() if call == first[path]}
+
+
+def _check_moves(path: str, head: list[Moved], other: list[Moved]) -> None:
+    if [_plain(m) for m in head] == [_plain(m) for m in other]:
+        return
+    one, two = (", ".join(f"{site.side} {site.key} {m.src} -> {m.dst} on {m.axis}" for site, m, _ in found) for found in (head, other))
+    where = next((where for *_, where in (*other, *head) if where), None)
+    raise _differ(path, f"one needs {one or 'no redistribution'}, another {two or 'none'}", where)
+
+
+def _check_edits(path: str, head: dict[int, Edit], other: dict[int, Edit]) -> None:
+    for ordinal in sorted(head.keys() | other.keys()):
+        one, two = head.get(ordinal), other.get(ordinal)
+        if _change(one) != _change(two):
+            found = one or two
+            assert found is not None
+            raise _differ(path, f"{found.func} runs differently on shards in one than in another", found.where)
+
+
+def _plain(item: Moved) -> tuple[Any, ...]:
+    site, move, _ = item
+    return site, move.axis, move.src, move.dst, move.dim, move.size
+
+
+def _change(edit: Edit | None) -> tuple[Any, ...] | None:
+    if edit is None:
+        return None
+    converts = [(leaf, m.axis, m.src, m.dst, m.dim, m.size) for leaf, m in edit.converts]
+    return edit.func, edit.sized, converts, edit.replacement
+
+
+def _differ(path: str, how: str, where: Where | None) -> PlanError:
+    return PlanError(
+        f"{path or 'the model'} is called several times, and its calls differ: {how}",
+        code="calls-differ",
+        where=where,
+        module=path,
+        legal="a module of its own for each use, or layouts that make what it is handed alike",
+    )
