@@ -49,7 +49,8 @@ class AxisGroup:
         size: number of ranks in the group.
         rank: this rank's coordinate in the group, 0-based.
         name: the process group's registered name, or None for an abstract group.
-        on_call: told of each collective as (op, group, full tensor) when abstract; full is the gathered or unreduced side.
+        on_call: told of each collective as (op, group, full tensor) when abstract; full is the gathered or unreduced
+            side.
     """
 
     axis: str
@@ -142,7 +143,7 @@ def _send(op: Any, x: Tensor, *settings: Any) -> Tensor:
 
 
 def _outermost(x: Tensor, dim: int) -> bool:
-    """Whether shards along `dim` lie one after the other in memory, so that nothing need be moved around a collective."""
+    """Whether shards along `dim` follow each other in memory, so that nothing need be moved around a collective."""
     return dim == 0 or (x.shape[0] == 1 if dim == 1 else math.prod(x.shape[:dim]) == 1)
 
 

@@ -1,8 +1,8 @@
 """Parameters as plain local tensors while the model runs, as DTensors to everyone else.
 
-A module whose parameters are DTensors gets a subclass of its own class in which each such parameter is a property: inside
-the step it returns a differentiable view of the local shard, outside it the DTensor. `state_dict`, optimizers, FSDP2 and
-checkpoints read `_parameters` and never see the view.
+A module whose parameters are DTensors gets a subclass of its own class in which each such parameter is a property:
+inside the step it returns a differentiable view of the local shard, outside it the DTensor. `state_dict`, optimizers,
+FSDP2 and checkpoints read `_parameters` and never see the view.
 """
 
 from __future__ import annotations
@@ -103,14 +103,16 @@ _CLASSES: dict[tuple[Any, ...], type] = {}
 def lowered_class(
     cls: type, names: tuple[str, ...], forward: Callable[..., Any] | None = None, call: Callable[..., Any] | None = None
 ) -> type:
-    """A subclass of `cls` with the parameters `names` as views and, unless None, `forward` and `__call__` in place of its own.
+    """A subclass of `cls` with the parameters `names` as views and, unless None, `forward` and `__call__` in place of
+    its own.
 
     It keeps the name, so that `type(m).__name__`, pickles of class names and logs read as before.
     """
     key = (cls, names, forward, call)
     if key not in _CLASSES:
         body: dict[str, Any] = {name: property(_getter(name)) for name in names}
-        body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_meshplan_base": cls}
+        body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        body["_meshplan_base"] = cls
         if forward is not None:
             body["forward"] = forward
         if call is not None:
