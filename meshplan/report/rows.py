@@ -162,7 +162,8 @@ def _row(
         layout, what = f"{boundary['from']} -> {boundary['to']}", boundary["side"]
     else:
         layout, what = _IMPLIED.get(collectives[0]["op"], "-"), ""
-        if module in units and axis.startswith("dp"):
+        # An operator may send over a data axis too: the root unit's module counts the tokens of its loss there.
+        if module in units and axis.startswith("dp") and collectives[0].get("what", "fsdp") == "fsdp":
             what = f"fsdp ({count_text(units[module]['params'])} params)"
     where = str(collectives[0].get("where") or "")
     return Row(module, what, tensor, axis, layout, calls, where, bool(boundary and boundary["implicit"]))

@@ -27,6 +27,15 @@ def test_equal_calls_of_a_row_are_counted_not_repeated():
     assert row.step == Sum(bytes=120, wire=120, calls=3)
 
 
+def test_an_operator_that_sends_over_a_data_axis_is_not_taken_for_the_fsdp_unit_around_it():
+    d = llama()
+    unit = d["fsdp_units"][0]["module"]
+    counted = collective("forward", "all_reduce", "dp_shard", 1, unit, "cross_entropy") | {"what": "operator"}
+    gathered = collective("forward", "all_gather", "dp_shard", 64, unit, "parameters") | {"what": "fsdp"}
+    d["collectives"] = [counted, gathered]
+    assert [(r.tensor, r.what.partition(" ")[0]) for r in rows(d)] == [("cross_entropy", ""), ("parameters", "fsdp")]
+
+
 def test_rows_that_only_backward_has_follow_their_module():
     d = llama()
     for module in ("output", "layers.0.norm", "layers.0"):
