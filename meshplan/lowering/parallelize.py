@@ -133,7 +133,7 @@ def _refuse_optimizers(model: nn.Module) -> None:
 
     mine = {id(p) for p in model.parameters()}
     for found in gc.get_objects():
-        if isinstance(found, torch.optim.Optimizer):
+        if issubclass(type(found), torch.optim.Optimizer):  # isinstance would wake torch's deprecated proxies
             held = [p for g in found.param_groups for p in g["params"] if id(p) in mine]
             if held:
                 raise PlanError(
