@@ -12,7 +12,7 @@ from meshplan.plan.placements import Shard
 ELEMENTWISE = frozenset(
     "_to_copy clone detach alias copy masked_fill zeros_like ones_like full_like empty_like fill where lerp addcmul addcdiv "
     "contiguous lift_fresh zero type_as to relu6 silu gelu mish softplus hardswish leaky_relu elu celu selu log_sigmoid_forward "
-    "nan_to_num isnan isinf isfinite glu_placeholder bernoulli_placeholder".split()
+    "nan_to_num isnan isinf isfinite polar complex".split()
 )
 UNARY_LINEAR = frozenset("neg clone detach alias contiguous _to_copy to lift_fresh real imag".split())
 

@@ -98,6 +98,18 @@ def index(op: Op, n: int) -> list[Strategy]:
     return found + linear_in(op, 0)
 
 
+def index_add(op: Op, n: int) -> list[Strategy]:
+    """index_add and index_copy(x, dim, index, src): off the dim."""
+    x = op.ins[0]
+    dim = op.args[1] % max(x.dim(), 1)
+    return [Strategy((Shard(d), REP, Shard(d)), (Shard(d),)) for d in range(x.dim()) if d != dim]
+
+
+def bucketize(op: Op, n: int) -> list[Strategy]:
+    """bucketize(x, boundaries): each element on its own."""
+    return [Strategy((Shard(d), REP), (Shard(d),)) for d in range(op.ins[0].dim())] if len(op.ins) == 2 else []
+
+
 def matmul2d(op: Op, n: int) -> list[Strategy]:
     """mm and bmm, addmm and baddbmm: batch, rows, columns, or the contracted dim (which leaves a partial sum)."""
     biased = op.name in ("addmm", "baddbmm")
@@ -126,11 +138,13 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         "amax amin max min var std var_mean std_mean argmax argmin norm linalg_vector_norm logsumexp prod any all".split(), extremum
     ),
-    **dict.fromkeys("cumsum cumprod logcumsumexp cummax cummin sort topk _softmax _log_softmax softmax log_softmax".split(), along_dim),
+    **dict.fromkeys("cumsum cumprod logcumsumexp cummax cummin sort topk _softmax _log_softmax softmax log_softmax glu unfold".split(), along_dim),
     "embedding": embedding,
     "gather": gather,
     **dict.fromkeys("scatter scatter_add scatter_ scatter_add_ scatter_reduce".split(), scatter),
     "index_select": index_select,
     "index": index,
+    **dict.fromkeys("index_add index_add_ index_copy index_copy_".split(), index_add),
+    "bucketize": bucketize,
     **dict.fromkeys("mm bmm addmm baddbmm".split(), matmul2d),
 }

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from meshplan.compiler.kinds import A, I, Kind, P
+from meshplan.compiler.rules import losses, samples
 from meshplan.compiler.rules.base import REP, Op, Rule, Strategy, broadcast, linear_in
 from meshplan.plan.placements import Shard
 
@@ -148,11 +149,13 @@ def dropout(op: Op, n: int) -> list[Strategy]:
 
 
 def pad(op: Op, n: int) -> list[Strategy]:
-    """F.pad: any dim that is not padded."""
+    """F.pad: any dim that is not padded. Reflections and the like want no empty batch."""
     x, widths = op.ins[0], list(op.arg(1, "pad"))
     padded = {x.dim() - 1 - k // 2 for k, w in enumerate(widths) if w}
-    zero = op.arg(2, "mode", "constant") == "constant" and not op.arg(3, "value", None)
-    found = [Strategy((Shard(d),), (Shard(d),)) for d in range(x.dim()) if d not in padded]
+    constant = op.arg(2, "mode", "constant") == "constant"
+    zero = constant and not op.arg(3, "value", None)
+    free = [d for d in range(x.dim()) if d not in padded and (constant or samples.filled(x.shape[d], n))]
+    found = [Strategy((Shard(d),), (Shard(d),)) for d in free]
     return found + (linear_in(op, 0) if zero else [])
 
 
@@ -164,17 +167,27 @@ def conv(op: Op, n: int) -> list[Strategy]:
     spatial = w.dim() - 2
     batched = x.dim() == spatial + 2
     c = 1 if batched else 0
-    found = [Strategy((Shard(0), REP, *((REP,) * bias)), (Shard(0),))] if batched else []
+    found = []
+    if batched and samples.filled(x.shape[0], n):
+        found.append(Strategy((Shard(0), REP, *((REP,) * bias)), (Shard(0),)))
     if groups == 1:
-        found.append(Strategy((REP, Shard(0), *((Shard(0),) * bias)), (Shard(c),)))
-        found.append(Strategy((Shard(c), Shard(1), *((P,) * bias)), (P,)))
+        if samples.filled(w.shape[0], n):
+            found.append(Strategy((REP, Shard(0), *((Shard(0),) * bias)), (Shard(c),)))
+        if samples.filled(w.shape[1], n):
+            found.append(Strategy((Shard(c), Shard(1), *((P,) * bias)), (P,)))
     return found
+
+
+def whole(op: Op, n: int) -> list[Strategy]:
+    """Not done on shards: meshgrid, whose results take their sizes from all of its arguments."""
+    return []
 
 
 _T = torch.Tensor
 RULES: dict[Callable[..., Any], Rule] = {
     F.linear: linear,
     **dict.fromkeys((torch.matmul, _T.matmul, _T.__matmul__, _T.__rmatmul__, torch.bmm, _T.bmm, torch.mm, _T.mm), matmul),
+    **dict.fromkeys((torch.mv, _T.mv, torch.dot, _T.dot), matmul),
     torch.einsum: einsum,
     torch.functional.einsum: einsum,
     F.scaled_dot_product_attention: attention,
@@ -184,6 +197,9 @@ RULES: dict[Callable[..., Any], Rule] = {
     F.dropout: dropout,
     F.pad: pad,
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), conv),
+    torch.meshgrid: whole,
+    **losses.RULES,
+    **samples.RULES,
 }
 # Argument names, so that keyword calls and positional calls are one op. `__rmatmul__(a, b)` is `b @ a`.
 SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {
@@ -201,4 +217,6 @@ SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {
     F.pad: ("input", "pad", "mode", "value"),
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), ("input", "weight", "bias", "stride", "padding", "dilation", "groups")),
     **dict.fromkeys((torch.matmul, torch.bmm, torch.mm), ("input", "other")),
+    **losses.SIGNATURES,
+    **samples.SIGNATURES,
 }

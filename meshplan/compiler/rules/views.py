@@ -6,8 +6,9 @@ from itertools import accumulate
 from math import prod
 
 from meshplan.compiler.kinds import A, Kind, P
-from meshplan.compiler.rules.base import REP, Op, Rule, Strategy, is_float, same
+from meshplan.compiler.rules.base import REP, Op, Rule, Strategy, dims_of, is_float, same
 from meshplan.plan.placements import Shard
+from meshplan.runtime.comm import chunk_sizes
 
 
 def passes_partial(op: Op) -> list[Strategy]:
@@ -69,13 +70,17 @@ def _fused(size: int, dim: int, right: list[int], dst: tuple[int, ...], n: int) 
 def permutation(op: Op, n: int) -> list[Strategy]:
     """transpose, permute, movedim, t, unsqueeze, squeeze, expand, flip off the dim: follow where each dim goes."""
     x, out = op.ins[0], op.outs[0]
-    moves = _moves(op)
-    found = []
-    for src, dst in moves:
-        if x.shape[src] == out.shape[dst]:
-            parts = [Strategy((Shard(src),), (Shard(dst),))]
-            found += parts
-    return found + passes_partial(op)
+    moves = [(src, dst) for src, dst in _moves(op) if x.shape[src] == out.shape[dst]]
+    if op.name.startswith("squeeze"):
+        # A rank whose shard has one row would drop the dim that the others keep.
+        moves = [(src, dst) for src, dst in moves if 1 not in chunk_sizes(x.shape[src], n) or _spared(op, src)]
+    return [Strategy((Shard(src),), (Shard(dst),)) for src, dst in moves] + passes_partial(op)
+
+
+def _spared(op: Op, dim: int) -> bool:
+    """Whether a squeeze leaves `dim` alone whatever its length."""
+    named = op.args[1] if len(op.args) > 1 else None
+    return named is not None and dim not in dims_of(named, op.ins[0].dim())
 
 
 def _moves(op: Op) -> list[tuple[int, int]]:
@@ -213,7 +218,13 @@ def creation(op: Op, n: int) -> list[Strategy]:
     return found
 
 
+def complex_view(op: Op, n: int) -> list[Strategy]:
+    """view_as_complex and view_as_real: any dim but the last one of the real tensor, which holds (real, imaginary)."""
+    return [same(op, Shard(d)) for d in range(min(op.ins[0].dim(), op.outs[0].dim()))] + passes_partial(op)
+
+
 RULES: dict[str, Rule] = {
+    **dict.fromkeys(("view_as_complex", "view_as_real"), complex_view),
     **dict.fromkeys("view _unsafe_view reshape flatten unflatten view_copy _reshape_alias".split(), reshape),
     **dict.fromkeys(
         "t transpose permute unsqueeze squeeze expand flip roll repeat tril triu transpose_ t_ squeeze_ unsqueeze_".split(), permutation
