@@ -202,6 +202,11 @@ def group_label(spec: MeshSpec, busy: tuple[str, ...]) -> str:
 _roots: dict[tuple[Any, ...], tuple[dist.ProcessGroup, DeviceMesh]] = {}
 
 
+def forget() -> None:
+    """Drop the meshes kept for groups that were destroyed; while they are kept, the threads of their groups go on."""
+    _roots.clear()
+
+
 def _root(sizes: tuple[tuple[str, int], ...], device_type: str) -> DeviceMesh:
     """The device mesh of all axes, kept as long as the default process group it was made on is the current one."""
     world = dist.group.WORLD

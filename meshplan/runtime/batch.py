@@ -95,6 +95,11 @@ def remember(session: Session) -> None:
     _latest[:] = [session]
 
 
+def forget() -> None:
+    """Drop the session that was made last."""
+    _latest.clear()
+
+
 def lowered(model: nn.Module) -> Any:
     """The `Lowered` of a model that `parallelize` returned. Raises PlanError `not-parallelized`."""
     return session_of(model).lowered

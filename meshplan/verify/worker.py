@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from meshplan import compat
+from meshplan.mesh import build
+from meshplan.runtime import batch
 
 
 @dataclass(frozen=True)
@@ -130,4 +132,7 @@ class _ProcessGroup:
         if dist.is_initialized():
             dist.destroy_process_group()
         compat.clear_mesh_caches()
+        # What still holds a group keeps its threads alive, and these spin once a peer has closed its end.
+        build.forget()
+        batch.forget()
         gc.collect()
