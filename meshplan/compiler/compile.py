@@ -229,11 +229,15 @@ def expand_repeats(result: Pass, settled: Decisions) -> None:
         def here(path: str, old: str = old, new: str = new) -> str | None:
             return moved_path(path, old, new)
 
+        # What is moved on the way into and out of an equal was recorded for each of them: only its inside was skipped.
+        own = {(site, move) for site, move, _ in result.moves if site.module == new}
         for site, move, where in list(result.moves):
             path = here(site.module)
             if path is not None:
                 key = (here(site.key) or site.key) if site.side == "param" else site.key
                 copied = replace(site, module=path, key=key)
+                if (copied, move) in own:
+                    continue
                 result.moves.append((copied, move, where))
                 if site in result.shared:
                     result.shared.add(copied)
@@ -266,14 +270,15 @@ def _program(bound: Bound, result: Pass, settled: Decisions, axes: list[Axis], e
         if R in needs and I in needs:
             raise PlanError(
                 f"{module} uses {name} both in a computation split over {axis} and in one that is not",
-                code="mixed-use", module=module, legal="two modules, one a use",
+                code="mixed-use", where=result.used_at.get((module, name, axis)), module=module, legal="two modules, one a use",
             )  # fmt: skip
         if I in needs and (name, axis) in partial:
             # This use's gradient is whole on every rank while another's is partial: rank 0 alone adds it to the sum.
             if module not in {n.rpartition(".")[0] for n in bound.params[name].names}:
                 raise PlanError(
                     f"{module or 'the model'} uses {name} of another module, and its gradient there is whole on {axis} while it "
-                    "is partial elsewhere", code="mixed-use", module=module, legal="the use inside the module that holds it",
+                    "is partial elsewhere", code="mixed-use", where=result.used_at.get((module, name, axis)), module=module,
+                    legal="the use inside the module that holds it",
                 )  # fmt: skip
             first_only.append((module, name, axis))
     events = regathered(result.timeline.events, bound, result.shared)

@@ -58,6 +58,7 @@ class Pass:
     edits: dict[str, dict[int, Edit]] = field(default_factory=dict)
     invocations: Invocations = field(default_factory=Invocations)
     param_use: dict[tuple[str, str, str], Pending] = field(default_factory=dict)
+    used_at: dict[tuple[str, str, str], Where | None] = field(default_factory=dict)
     outputs: list[tuple[str, list[Kind], tuple[int, ...], bool]] = field(default_factory=list)
     layouts: list[tuple[str, str, str, tuple[int, ...], list[Kind]]] = field(default_factory=list)
     timeline: Timeline = field(default_factory=Timeline)
@@ -457,12 +458,11 @@ class Propagation(TorchFunctionMode):
                 neutral: list[list[Kind]] = [[N] * len(self.axes) for _ in rec.outs]
                 self._label_outputs(rec, out, args, neutral, False, [])
                 return out
-        self._open_parameters(tensors)
+        self._open_parameters(tensors, rec.where)
         choices, tensors, converts = self._choose(rec, tensors)
         for i, t in zip(slots, tensors, strict=True):
             leaves[i] = t
         infos = [self.info(t) for t in tensors]
-        taken = tuple(tuple(i.kinds) for i in infos)
         requires = [t.requires_grad for t in tensors]
         whole = {
             k: ownership.combine([i.kinds[k] for i in infos], requires, [i.data for i in infos])
@@ -470,7 +470,15 @@ class Propagation(TorchFunctionMode):
         }  # fmt: skip
         out_kinds = self._out_kinds(rec, choices, whole)
         replacement = self._replacement(rec, choices)
+        whole_kinds = [list(kinds) for kinds in out_kinds]
         run_leaves, run_structure, edited, sized = self._local_arguments(rec, leaves, structure, out_kinds)
+        for k in {k for old, new in zip(whole_kinds, out_kinds, strict=True) for k in range(len(new)) if old[k] != new[k]}:
+            # Sharded by its own size alone: each rank now uses the whole value in its own way.
+            tensors = self._used_apart(rec, tensors, k, converts)
+        if converts:
+            tensor = iter(tensors)
+            run_leaves = [next(tensor) if isinstance(x, Tensor) else x for x in run_leaves]
+        taken = tuple(tuple(self.info(t).kinds) for t in tensors)
         self.cursor += 1
         self.stack.next_ordinal()
         a, kw = compat.unflatten(run_leaves, run_structure)
@@ -498,7 +506,7 @@ class Propagation(TorchFunctionMode):
         with compat.without_fake_mode():
             return all(torch.equal(a, b) for a, b in zip(made, known, strict=True))
 
-    def _open_parameters(self, tensors: list[Tensor]) -> None:
+    def _open_parameters(self, tensors: list[Tensor], where: Where | None) -> None:
         # Each module's use of a replicated parameter settles its own gradient ownership.
         for t in tensors:
             info = self.info(t)
@@ -509,6 +517,7 @@ class Propagation(TorchFunctionMode):
                     use = (self.stack.path, info.param, axis.name)
                     if use not in self.result.param_use:
                         self.result.param_use[use] = Pending(use, False)
+                        self.result.used_at[use] = where
                     info.kinds[k] = self.result.param_use[use].find()
 
     def _choose(self, rec: Call, tensors: list[Tensor]) -> tuple[list[Choice | None], list[Tensor], list[tuple[int, Move]]]:
@@ -545,6 +554,16 @@ class Propagation(TorchFunctionMode):
                     tensors[j] = self._converted(t, k, R, rec, j, converts)
             choices.append(choice)
         return choices, tensors, converts
+
+    def _used_apart(self, rec: Call, tensors: list[Tensor], k: int, converts: list[tuple[int, Move]]) -> list[Tensor]:
+        """The replicated `tensors` with gradients that are partial over axis number `k`."""
+        out = []
+        for j, t in enumerate(tensors):
+            kind = self.info(t).kinds[k]
+            if t.requires_grad and isinstance(kind, Pending):
+                kind.need(R)
+            out.append(self._converted(t, k, R, rec, j, converts) if t.requires_grad and kind == I else t)
+        return out
 
     def _converted(self, t: Tensor, k: int, want: Kind, rec: Call, j: int, converts: list[tuple[int, Move]]) -> Tensor:
         before = len(self.result.moves)
