@@ -62,6 +62,18 @@ def rule_of(item: AtenOp, degree: int) -> list[Strategy]:
     return rule(item.op, degree) if rule else []
 
 
+# Their numbers are sizes and places of tensors, which a rank has of its own; a rule says whether its shards fit them.
+_SIZED = frozenset("view _unsafe_view reshape expand as_strided slice split split_with_sizes narrow arange zeros ones full empty".split())
+
+
+def numbers(item: AtenOp) -> tuple[object, ...]:
+    """The op's name and what it computes with beside tensors."""
+    if item.op.name in _SIZED or item.op.name.startswith("new_"):
+        return (item.op.name,)
+    leaves = compat.flatten((item.op.args, item.op.kwargs))[0]
+    return (item.op.name, *(repr(x) for x in leaves if not isinstance(x, Tensor)))
+
+
 def follow(ops: Sequence[AtenOp], given: dict[int, Kind], results: Sequence[Tensor], degree: int) -> tuple[Kind, ...] | None:
     """Kinds of `results` on one axis when the inputs have the `given` kinds (by tensor id) and every op runs on shards
     as it stands; None where some op cannot. Tensors not given are constants, replicated."""

@@ -21,6 +21,7 @@ from meshplan.compiler.rules.base import MISSING, REP, Op, Strategy
 from meshplan.mesh.build import Groups
 from meshplan.plan.placements import Shard
 from meshplan.runtime import replace
+from meshplan.runtime.comm import chunk_size
 
 
 class Chooser:
@@ -47,7 +48,7 @@ class Chooser:
         given = {id(t): k for t, k in zip(tensors, kinds, strict=True)}
         strategies = []
         followed = aten.follow(ops, given, results, degree)
-        if followed is not None:
+        if followed is not None and (len(ops) == 1 or self._scales(rec, ops, kinds, degree)):
             strategies.append(Strategy(tuple(REP if replicated(k) else k for k in kinds), followed, plain=True))
         elif len(ops) == 1 and ops[0].ins == tuple(id(t) for t in tensors):
             strategies += aten.rule_of(ops[0], degree)
@@ -69,6 +70,23 @@ class Chooser:
             outs = tuple(self.trace.values[v] for v in rec.outs)
             self._ops[rec.index] = (Op(rec.name, tuple(plain), {}, ins, outs), [s.number for s in slots])
         return self._ops[rec.index]
+
+    def _scales(self, rec: Call, ops: list[aten.AtenOp], kinds: Sequence[Kind], degree: int) -> bool:
+        """Whether shards take the same aten ops with the same numbers: a function may divide by a size it was handed."""
+        mine: dict[int, Tensor] = {}
+        for value, kind in zip(rec.ins, kinds, strict=True):
+            t = self.trace.values[value]
+            if isinstance(kind, Shard):
+                pieces = kind.parts or (t.shape[kind.dim],)
+                t = t.detach().narrow(kind.dim, 0, sum(chunk_size(piece, degree, 0) for piece in pieces))
+            mine[value] = t
+        leaves = [mine[x.value] if isinstance(x, Ref) else x for x in rec.leaves]
+        args, kwargs = compat.unflatten(leaves, rec.structure)
+        try:
+            local, _, _ = aten.decompose(rec.func, args, kwargs)
+        except RuntimeError:  # sizes written in the call, which the rank's own will replace
+            return True
+        return [aten.numbers(item) for item in local] == [aten.numbers(item) for item in ops]
 
     def _decomposed(self, rec: Call) -> tuple[list[aten.AtenOp], list[Tensor], list[Tensor]]:
         if rec.index not in self._aten:
