@@ -29,10 +29,12 @@ class Checked:
     Attributes:
         uses: distinct uses in the program.
         skipped: those too large to run and without a small relative, as text: not checked by value.
+        how: "values", or "off" where nothing was checked.
     """
 
     uses: int = 0
     skipped: tuple[str, ...] = ()
+    how: str = "off"
 
 
 _known: dict[Any, Refuted | str | None] = {}
@@ -63,7 +65,7 @@ def check_uses(decided: Sequence[Decided], axes: Sequence[Axis], trace: Trace) -
                     code="rule-refuted", where=item.call.where, module=item.call.module,
                     legal="a layout of R in front of this call, in place of the one it was given",
                 )  # fmt: skip
-    return Checked(len(seen), tuple(skipped))
+    return Checked(len(seen), tuple(skipped), "values")
 
 
 def judge(use: Use) -> Refuted | str | None:

@@ -161,7 +161,8 @@ class Lowered:
     def notes(self) -> list[str]:
         """What the reader should know that no line of the graph shows."""
         implicit = sum(b.implicit and "call" == b.site.side for b in self.core.program.boundaries)
-        return [f"{implicit} redistributions stand in the middle of a module's code"] if implicit else []
+        found = [f"{implicit} redistributions stand in the middle of a module's code"] if implicit else []
+        return [*found, *(f"not checked by value: {use}" for use in self.core.program.checked.skipped)]
 
     @property
     def conditions(self) -> list[str]:
@@ -230,15 +231,18 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def lower(model: nn.Module, plan: Plan, world_size: int, inputs: Any = None, *, rank: int = 0) -> Lowered:
+def lower(
+    model: nn.Module, plan: Plan, world_size: int, inputs: Any = None, *, rank: int = 0, check: str = "values"
+) -> Lowered:
     """Lower `plan` for `world_size` ranks: anywhere, without a process group or a GPU; `model` may be on meta and is not
     changed.
 
     Arguments:
         inputs: global example inputs that add to the plan's, by name or in order.
         rank: whose program to derive.
+        check: "values" or "off", see `meshplan.compiler.check`.
 
     Raises PlanError with the user's line; see `meshplan.compiler.compile.compile_core`.
     """
     spec = MeshSpec.resolve(plan.mesh, world_size)
-    return Lowered(model, compile_core(model, plan, spec, inputs, rank), rank, keep=False)
+    return Lowered(model, compile_core(model, plan, spec, inputs, rank, check=check), rank, keep=False)

@@ -45,6 +45,7 @@ def parallelize(
     seed: int = 0,
     device: str | torch.device | None = None,
     regions: str | None = None,
+    check: str = "values",
 ) -> nn.Module:
     """Lower `model` onto the ranks of the default process group, in place, and return it.
 
@@ -56,6 +57,8 @@ def parallelize(
         device: where a meta model is materialised; default: CUDA under a CUDA backend, else the CPU.
         regions: overrides the plan's `regions`: "auto", or "dtensor" for the slow reference (one rank alone runs the
             model as it is).
+        check: "values" runs every distinct use of a sharding rule with small numbers, one device against all ranks of
+            its axis, and refuses what does not hold (`rule-refuted`); "off" trusts the rules.
 
     Without a process group the world is this one process.
 
@@ -73,7 +76,7 @@ def parallelize(
     try:
         _refuse_twice(model)
         spec = MeshSpec.resolve(plan.mesh, world)
-        core = compile_core(model, plan, spec, inputs, rank)
+        core = compile_core(model, plan, spec, inputs, rank, check=check)
         lowered = Lowered(model, core, rank)
         _refuse_optimizers(model)
     except PlanError as error:
@@ -206,7 +209,7 @@ def _session(
         for mine, mode in modes:
             mine.training = mode
         heads = {name.partition(".")[0] for name in core.bound.inputs}
-        return compile_core(pristine, plan, spec, {**dict.fromkeys(heads, OMITTED), **given}, rank)
+        return compile_core(pristine, plan, spec, {**dict.fromkeys(heads, OMITTED), **given}, rank, check=core.program.checked.how)
 
     agree = signature_check(world, rank) if real and dist.get_backend() != "fake" else (lambda signature: None)
     return Session(model, core, groups, Gradients([]), streams, relower, lambda c: None, agree, lowered)
