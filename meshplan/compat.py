@@ -114,6 +114,18 @@ def quiet_fake_tensors() -> Iterator[None]:
         logger.disabled = was
 
 
+@contextmanager
+def quiet_redistribution() -> Iterator[None]:
+    """Do not log that DTensor gathers axis by axis where parameters are sharded twice: for whole values that are looked
+    at once, outside any step (the logger's name is private; torch 2.11 to 2.13)."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was
+
+
 def data_dependent_errors() -> tuple[type[Exception], ...]:
     """What fake tensors raise when asked for a value (`.item()`, `bool(t)`) or for a shape that depends on values."""
     from torch._subclasses import fake_tensor

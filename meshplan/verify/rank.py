@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshplan.compat import quiet_redistribution
 from meshplan.errors import PlanError
 from meshplan.mesh.spec import MeshSpec
 from meshplan.plan.placements import Shard
@@ -162,7 +163,10 @@ def _distances(got: dict[str, Any], want: dict[str, Tensor], shapes: dict[str, T
 
 @torch.no_grad()
 def _full(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x.detach()
+    if not isinstance(x, DTensor):
+        return x.detach()
+    with quiet_redistribution():
+        return x.full_tensor()
 
 
 def _local(x: Tensor) -> Tensor:
