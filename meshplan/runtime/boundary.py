@@ -116,7 +116,7 @@ def halves(src: str, dst: str, group: AxisGroup) -> tuple[Half, Half]:
     return forward, scaled
 
 
-_COLLECTIVE = {
+_COLLECTIVE: dict[Half, str] = {
     _all_gather: "all_gather",
     _reduce_scatter: "reduce_scatter",
     _all_reduce: "all_reduce",

@@ -88,7 +88,7 @@ def _getter(name: str) -> Callable[[nn.Module], Tensor | None]:
         p = module._parameters[name]
         if not Step.depth or p is None:
             return p
-        moves = module._meshplan_views[name]  # type: ignore[operator,index]
+        moves = module.__dict__["_meshplan_views"][name]
         if not Editing.running:
             return local_view(p, moves)
         with Editing.running[-1].quiet():
