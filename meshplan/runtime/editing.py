@@ -35,10 +35,13 @@ class Editing(TorchFunctionMode):
     made for means that the code took another branch than the one that was lowered, and is refused."""
 
     running: ClassVar[list[Editing]] = []
+    # Module path by the identity of its edits, for errors. No attribute of the mode: torch would compile a program for
+    # each layer, since their paths differ.
+    paths: ClassVar[dict[int, str]] = {}
 
-    def __init__(self, edits: Mapping[int, BoundEdit], path: str) -> None:
+    def __init__(self, edits: Mapping[int, BoundEdit]) -> None:
         super().__init__()
-        self.edits, self.path, self.ordinal, self.asleep = edits, path, 0, 0
+        self.edits, self.ordinal, self.asleep = edits, 0, 0
 
     def __enter__(self) -> Editing:
         Editing.running.append(self)
@@ -88,9 +91,10 @@ class Editing(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _other_branch(self, name: str, edit: BoundEdit) -> PlanError:
+        path = Editing.paths.get(id(self.edits), "")
         return PlanError(
-            f"{self.path or 'the model'} calls {name} where {edit.func} was lowered: its code took another branch",
-            code="other-branch", where=edit.where, module=self.path,
+            f"{path or 'the model'} calls {name} where {edit.func} was lowered: its code took another branch",
+            code="other-branch", where=edit.where, module=path,
             legal="the branch that the example inputs take",
         )  # fmt: skip
 

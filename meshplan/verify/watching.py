@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshplan.compiler.capture import is_in_place, is_recorded, name_of
 from meshplan.compiler.frames import positional_names
-from meshplan.runtime.editing import BoundEdit, Editing, HasPath
+from meshplan.runtime.editing import BoundEdit, Editing
 from meshplan.runtime.module import Duties, install
 
 
@@ -68,8 +68,8 @@ class Values(TorchFunctionMode):
 class Watching(Editing):
     """Edits as `Editing` does, and logs every call of the module with the result its edit gave it."""
 
-    def __init__(self, edits: Mapping[int, BoundEdit], owner: HasPath, log: Log) -> None:
-        super().__init__(edits, owner)
+    def __init__(self, edits: Mapping[int, BoundEdit], log: Log) -> None:
+        super().__init__(edits)
         self.log = log
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
