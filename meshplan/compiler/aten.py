@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshplan import compat
 from meshplan.compiler.kinds import Kind, replicated
-from meshplan.compiler.match import choose
+from meshplan.compiler.match import choose, copies_of
 from meshplan.compiler.rules import pointwise, reduce, views
 from meshplan.compiler.rules.base import REP, Op, Strategy
 
@@ -83,7 +83,7 @@ def follow(ops: Sequence[AtenOp], given: dict[int, Kind], results: Sequence[Tens
         if all(replicated(k) for k in have):
             outs: Sequence[Kind] = (REP,) * len(item.outs)
         else:
-            choice = choose(rule_of(item, degree), have, item.op.ins, (True,) * len(have), degree)
+            choice = choose(rule_of(item, degree // copies_of(have)), have, item.op.ins, (True,) * len(have), degree)
             if choice is None or any(w is not None for w in choice.wanted):
                 return None
             outs = choice.outs

@@ -32,7 +32,8 @@ _VIEWS = frozenset({"view", "reshape", "_unsafe_view"})
 
 def shrink(use: Use) -> Use | None:
     """A small relative of `use`, itself where it is small; None where none of at most `LIMIT` elements is found."""
-    degree = small_degree(use.degree)
+    copied = any(isinstance(k, Shard) and k.copies > 1 for k in (*use.ins, *use.outs))
+    degree = use.degree if copied else small_degree(use.degree)
     if _elements(use) <= SMALL and use.degree <= 8:
         return use
     sizes_only = not any(isinstance(x, torch.dtype) for x in use.leaves)
@@ -93,13 +94,9 @@ def _by_sizes(use: Use, degree: int) -> Use | None:
         return whole
     kept: dict[int, int] = {}
     for size in free:
-        if _with(use, {**kept, size: table[size]}, use.degree) is not None:
+        if _with(use, {**kept, size: table[size]}, degree) is not None:
             kept[size] = table[size]
-    divides = all(
-        kept.get(s, s) % degree == 0 or s % use.degree
-        for t, kind in zip(use.tensors, use.ins, strict=True) if isinstance(kind, Shard) for s in (t.shape[kind.dim],)
-    )  # fmt: skip
-    return _with(use, kept, degree if divides else use.degree)
+    return _with(use, kept, degree)
 
 
 def _parts(use: Use) -> dict[int, tuple[int, ...]]:
@@ -144,12 +141,14 @@ def _accepted(use: Use, new: Use) -> bool:
         return False
     if any((a == 1) != (b == 1) for old, fresh in zip(was, now, strict=True) for a, b in zip(old, fresh, strict=True)):
         return False
-    for old, fresh, kind in zip(was, now, new.outs, strict=True):
-        if isinstance(kind, Shard) and kind.dim >= len(old):
-            continue  # not a matter of sizes: left for the run to refute
-        if isinstance(kind, Shard) and (old[kind.dim] % use.degree == 0) != (fresh[kind.dim] % new.degree == 0):
+    old, fresh = [*was, *(t.shape for t in use.tensors)], [*now, *(t.shape for t in new.tensors)]
+    for a, b, kind in zip(old, fresh, (*new.outs, *new.ins), strict=True):
+        if not isinstance(kind, Shard) or kind.dim >= len(a):
+            continue  # a dim that is not there is no matter of sizes: left for the run to refute
+        was_pieces, pieces = use.degree // kind.copies, new.degree // kind.copies
+        if (a[kind.dim] % was_pieces == 0) != (b[kind.dim] % pieces == 0):
             return False
-        if isinstance(kind, Shard) and kind.parts and sum(kind.parts) != fresh[kind.dim]:
+        if kind.parts and sum(kind.parts) != b[kind.dim]:
             return False
     return True
 

@@ -90,7 +90,7 @@ def local_param_shape(param: ParamPlan, spec: MeshSpec, rank: int) -> tuple[int,
 
 
 def _cut(size: int, shard: Shard, n: int, at: int) -> int:
-    return sum(chunk_sizes(piece, n)[at] for piece in (shard.parts or (size,)))
+    return sum(chunk_sizes(piece, n // shard.copies)[at // shard.copies] for piece in (shard.parts or (size,)))
 
 
 class Walk:

@@ -18,12 +18,17 @@ class DTensorLowered(Lowered):
 
     Attributes:
         dtensor: the placements.
-        recorded: the collectives of a step as a run on fake tensors made them; None where there was no such run, and then
-            `collectives` is empty and says nothing.
+        recorded: the collectives of a step as a run on fake tensors made them; None where there was no such run, and
+            then `collectives` is empty and says nothing.
     """
 
     def __init__(
-        self, model: nn.Module, dtensor: DTensorPlan, recorded: tuple[Collective, ...] | None, rank: int = 0, keep: bool = True
+        self,
+        model: nn.Module,
+        dtensor: DTensorPlan,
+        recorded: tuple[Collective, ...] | None,
+        rank: int = 0,
+        keep: bool = True,
     ) -> None:
         super().__init__(model, dtensor.core, rank, keep)
         self.dtensor, self.recorded = dtensor, recorded

@@ -1,9 +1,9 @@
 """What a plan means where everything runs as DTensors: mesh dims, parameter placements, inputs and declared boundaries.
 
 The mesh has one dim for the data axes, flattened where the plan does not tell them apart, and one for every other axis.
-Parameters are placed as the rules say; under an `fsdp` section each is sharded over all data ranks as well, along a dim
-that divides evenly, and gathered at each use, whatever the strategy and the units. Parts of a fused parameter need no care
-here: the program's sizes are global, so any placement computes the same.
+Parameters are placed as the rules say; under an `fsdp` section each is sharded over all data ranks as well, along a
+dim that divides evenly, and gathered at each use, whatever the strategy and the units. Parts of a fused parameter need
+no care here: the program's sizes are global, so any placement computes the same.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class DTensorPlan:
 def dtensor_plan(model: nn.Module, plan: Plan, spec: MeshSpec, inputs: Any = None) -> DTensorPlan:
     """Bind `plan` for DTensor regions; nothing is traced. `inputs` as for `compile_core`.
 
-    Raises PlanError: what `bind` raises, `axis-not-lowered`, `dtensor-option` for a plan that asks for mixed precision or
-    compilation, `no-inputs`.
+    Raises PlanError: what `bind` raises, `axis-not-lowered`, `dtensor-option` for a plan that asks for mixed precision
+    or compilation, `no-inputs`.
     """
     refuse_unlowered(plan, spec)
     _refuse_options(plan)
@@ -73,8 +73,8 @@ def dtensor_plan(model: nn.Module, plan: Plan, spec: MeshSpec, inputs: Any = Non
     busy = [name for name, n in spec.axes if n > 1]
     data = tuple(a for a in busy if a in DATA_AXES)
     rest = [(a,) for a in busy if a not in DATA_AXES]
-    dims = tuple([(data,) if data and _together(bound, data) else tuple((a,) for a in data)][0]) + tuple(rest)
-    ordered = tuple(sorted(dims, key=lambda axes: busy.index(axes[0])))
+    dims = [data] if data and _together(bound, data) else [(a,) for a in data]
+    ordered = tuple(sorted([*dims, *rest], key=lambda axes: busy.index(axes[0])))
     flags = tuple(axes[0] in DATA_AXES for axes in ordered)
     sharded = plan.fsdp is not None and plan.fsdp.strategy != "ddp"
     degrees = [spec.degree(*axes) for axes in ordered]
@@ -82,17 +82,16 @@ def dtensor_plan(model: nn.Module, plan: Plan, spec: MeshSpec, inputs: Any = Non
     compute = {n: tuple(None if d else s for s, d in zip(many, flags, strict=True)) for n, many in stored.items()}
     examples = example_inputs(model, bound, inputs, busy)
     program = Program(
-        signature=tuple((name, example.key()) for name, example in examples.items()), boundaries=(), edits={}, outputs=(),
-        layouts=(), events=(), axes=tuple(busy), first_only=(), calls=frozenset(),
+        signature=tuple((name, example.key()) for name, example in examples.items()), boundaries=(), edits={},
+        outputs=(), layouts=(), events=(), axes=tuple(busy), first_only=(), calls=frozenset(),
     )  # fmt: skip
-    params = {
-        p.name: ParamPlan(
-            p.name, p.shape, str(p.dtype).removeprefix("torch."), p.requires_grad,
-            tuple((a, Shard(s)) for axes, s in zip(ordered, stored[p.name], strict=True) if s is not None for a in axes), (),
-        )
-        for p in bound.params.values()
-    }  # fmt: skip
+    params = {p.name: _param(p, ordered, stored[p.name]) for p in bound.params.values()}
     return DTensorPlan(Core(bound, spec, params, program, examples), ordered, flags, stored, compute)
+
+
+def _param(p: BoundParam, dims: tuple[tuple[str, ...], ...], stored: tuple[int | None, ...]) -> ParamPlan:
+    shards = tuple((a, Shard(s)) for axes, s in zip(dims, stored, strict=True) if s is not None for a in axes)
+    return ParamPlan(p.name, p.shape, str(p.dtype).removeprefix("torch."), p.requires_grad, shards, ())
 
 
 def _refuse_options(plan: Plan) -> None:

@@ -69,7 +69,7 @@ def _countable(p: ParamPlan, spec: MeshSpec) -> list[int | None]:
     """The length of each dim after the other axes' splits, None where it does not count."""
     sizes: list[int | None] = list(p.shape)
     for axis, shard in p.shards:
-        size, degree = sizes[shard.dim], spec.degree(axis)
+        size, degree = sizes[shard.dim], spec.degree(axis) // shard.copies
         sizes[shard.dim] = None if shard.parts or size is None or size % degree else size // degree
     return sizes
 

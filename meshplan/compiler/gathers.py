@@ -36,21 +36,23 @@ class Gather:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "module": self.module, "tensor": self.tensor, "axis": self.axis, "gather": "regather" if self.again else "save",
+            "module": self.module, "tensor": self.tensor, "axis": self.axis,
+            "gather": "regather" if self.again else "save",
             "save": {"kept_bytes": self.whole_bytes, "sent_bytes": 0},
             "regather": {"kept_bytes": self.shard_bytes, "sent_bytes": self.sent_bytes},
         }  # fmt: skip
 
 
 def regathered(events: Iterable[Event], bound: Bound, shared: set[Site]) -> tuple[Event, ...]:
-    """The events with the gathers of `recompute: {policy: none, gather: regather}` at the last uses of their tensors, where
-    backward comes first. Sites in `shared` keep the tensor: it lives on with the shard for its other users.
+    """The events with the gathers of `recompute: {policy: none, gather: regather}` at the last uses of their tensors,
+    where backward comes first. Sites in `shared` keep the tensor: it lives on with the shard for its other users.
 
     Raises PlanError `regather-in-place`, `regather-compiled`.
     """
     out = []
     for e in events:
-        if e.what == "saved" and e.site is not None and e.site not in shared and _inside(e.module, bound.regather_units):
+        last = e.what == "saved" and e.site is not None and e.site not in shared
+        if last and _inside(e.module, bound.regather_units):
             _check(e, bound)
             e = replace(e, backward=e.again, kept=e.choice[1])
         out.append(e)
@@ -74,8 +76,8 @@ def gathers(events: Iterable[Event]) -> list[Gather]:
 
 
 def kept_bytes(events: Iterable[Event], units: Iterable[str]) -> dict[str, int]:
-    """Bytes that autograd keeps for backward, on one rank, of what is made inside each module of `units` (their inputs and
-    parameters left out). Of a unit that recompute runs again it is what lives during that unit's own backward."""
+    """Bytes that autograd keeps for backward, on one rank, of what is made inside each module of `units`, parameters
+    left out. Of a unit that recompute runs again it is what lives during that unit's own backward."""
     out = dict.fromkeys(units, 0)
     stack: list[str] = []
     for e in events:
@@ -97,12 +99,14 @@ def _inside(path: str, units: Iterable[str]) -> bool:
 def _check(e: Event, bound: Bound) -> None:
     if e.written:
         raise PlanError(
-            f"{e.site} is written to after it was gathered, so it cannot be gathered again", code="regather-in-place",
-            where=e.where, module=e.module, legal="gather: save there, or a module that does not write to its input",
+            f"{e.site} is written to after it was gathered, so it cannot be gathered again",
+            code="regather-in-place", where=e.where, module=e.module,
+            legal="gather: save there, or a module that does not write to its input",
         )  # fmt: skip
     for unit in bound.compile_units:
         if _inside(e.module, [unit]) or _inside(unit, [e.module]):
             raise PlanError(
                 f"{e.module} is gathered again by hooks on saved tensors, which a compiled {unit} does not run",
-                code="regather-compiled", where=e.where, module=e.module, legal="gather: save there, or no compile of it",
+                code="regather-compiled", where=e.where, module=e.module,
+                legal="gather: save there, or no compile of it",
             )  # fmt: skip

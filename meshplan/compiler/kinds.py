@@ -84,7 +84,7 @@ def replicated(kind: Kind) -> bool:
 def normal(kind: Kind, ndim: int) -> Kind:
     """`S(-1)` as `S(ndim - 1)`; every other kind unchanged."""
     if isinstance(kind, Shard) and kind.dim < 0:
-        return Shard(kind.dim + ndim, kind.parts)
+        return Shard(kind.dim + ndim, kind.parts, kind.copies)
     return kind
 
 

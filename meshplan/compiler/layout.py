@@ -26,12 +26,14 @@ class Axis:
 @dataclass
 class Info:
     """What the compiler knows of one tensor of the lowered program: which value of the single-device program it is, its
-    kind on each axis, whether it depends on the model's inputs, and the parameter it is, if it is one."""
+    kind on each axis, whether it depends on the model's inputs, and the parameter it is, if it is one. `source` names the
+    sharded parameters that gave it its shards."""
 
     value: int
     kinds: list[Kind]
     data: bool
     param: str | None = None
+    source: frozenset[str] = frozenset()
 
 
 def local_dim(size: int, dim: int, kinds: Sequence[Kind], axes: Sequence[Axis], coords: Sequence[int] | None = None) -> int:
@@ -41,7 +43,7 @@ def local_dim(size: int, dim: int, kinds: Sequence[Kind], axes: Sequence[Axis], 
         if isinstance(kind, Shard) and kind.dim == dim:
             at = axis.group.rank if coords is None else coords[k]
             pieces = kind.parts if kind.parts and sum(kind.parts) == size else (size,)
-            size = sum(chunk_size(piece, axis.degree, at) for piece in pieces)
+            size = sum(chunk_size(piece, axis.degree // kind.copies, at // kind.copies) for piece in pieces)
     return size
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from meshplan.compiler.commgraph import Collective, collectives, fsdp_of, local_param_shape
 from meshplan.compiler.compile import compile_core
 from meshplan.compiler.fsdp_cuts import fsdp_cuts
+from meshplan.compiler.gathers import Gather, gathers, kept_bytes
 from meshplan.compiler.kinds import user_letter
 from meshplan.compiler.lowered import Core
 from meshplan.compiler.probes import ids
@@ -65,6 +66,12 @@ class Lowered:
         return collectives(self._model, self.core, self.rank)
 
     @cached_property
+    def gathers(self) -> list[Gather]:
+        """Every sequence gathered at a module's input that backward needs, with what keeping it costs, and what gathering it
+        again does (`recompute: {policy: none, gather: regather}`)."""
+        return gathers(self.core.program.events)
+
+    @cached_property
     def placements(self) -> list[dict[str, Any]]:
         """For every parameter: name, global shape, this rank's shape between steps, and its layout by axis."""
         cuts = fsdp_cuts(self.core)
@@ -77,7 +84,8 @@ class Lowered:
             if dim is not None and shard > 1:
                 layout = {a: f"S({dim})" for a in ("dp_shard", "cp") if self.core.spec.degree(a) > 1} | layout
                 shape[dim] = chunk_sizes(shape[dim], shard)[self.core.spec.coord(self.rank, "dp_shard", "cp")]
-            layout |= {a: "R" for a, n in self.core.spec.axes if n > 1 and a not in layout}
+            busy = dict.fromkeys(self.core.spec.parent(a) for a, n in self.core.spec.axes if n > 1)
+            layout |= {a: "R" for a in busy if a not in layout}
             out.append({
                 "name": name, "shape": list(p.shape), "local_shape": shape, "dtype": p.dtype, "layout": layout,
                 "gradient": {a: "partial" for a in p.reduce},
@@ -149,6 +157,8 @@ class Lowered:
                  "bytes": sum(_numel(p.local_shape) * p.dtype.itemsize for p in u.params)}
                 for u in units
             ],
+            "gathers": [g.to_json() for g in self.gathers],
+            "kept_bytes": kept_bytes(program.events, self._layers()),
             "rules": self._rules(),
             "warnings": [str(w.message) for w in warnings(spec, Topology())],
             "notes": self.notes,
@@ -191,6 +201,11 @@ class Lowered:
 
     def program_hash(self) -> str:
         return hashlib.sha256(json.dumps(self.facts(), sort_keys=True).encode()).hexdigest()
+
+    def _layers(self) -> list[str]:
+        """The modules that stand in a list and are called."""
+        called = dict.fromkeys(e.module for e in self.core.program.events if e.what == "enter")
+        return [path for path in called if path.rpartition(".")[2].isdigit()]
 
     def _place(self, name: str) -> dict[str, str]:
         item = self.core.bound.inputs.get(name)

@@ -56,8 +56,13 @@ def _reach(
     parts: tuple[int, ...] | None = None
     regrouped: list[tuple[int, ...]] | None = None
     plain_shards = False
+    carried = _carried(s, kinds)
     for have, want, t, param in zip(kinds, s.ins, tensors, params, strict=True):
-        if isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim:
+        if isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim and have.copies > 1:
+            if have.copies == want.copies or carried > 1:
+                wanted.append(None)
+                continue
+        elif isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim:
             if have.parts == want.parts:
                 plain_shards |= have.parts is None
                 wanted.append(None)
@@ -82,6 +87,8 @@ def _reach(
     if parts and plain_shards:
         return None  # one input is cut part by part, another in one piece: their shards do not meet
     outs = s.outs
+    if carried > 1:
+        outs = tuple(Shard(o.dim, None, carried) for o in outs if isinstance(o, Shard))
     if parts:
         outs = tuple(Shard(o.dim, parts) if isinstance(o, Shard) and o.parts is None else o for o in outs)
     if regrouped:
@@ -92,6 +99,22 @@ def _reach(
     return Choice(s, tuple(wanted), outs, cost)
 
 
+def _carried(s: Strategy, kinds: Sequence[Kind]) -> int:
+    """How many copies of each shard the op's results have, where all its sharded inputs have as many and nothing is summed."""
+    held = {have.copies for have, want in zip(kinds, s.ins, strict=True) if isinstance(have, Shard) and isinstance(want, Shard)}
+    wanted = {want.copies for want in s.ins if isinstance(want, Shard)}
+    apart = sum(isinstance(want, Shard) for want in s.ins) != sum(isinstance(have, Shard) for have in kinds)
+    if len(held) != 1 or wanted != {1} or apart or not all(isinstance(o, Shard) and o.parts is None for o in s.outs):
+        return 1
+    return held.pop()
+
+
+def copies_of(kinds: Sequence[Kind]) -> int:
+    """The copies that every sharded kind has alike, else 1."""
+    held = {k.copies for k in kinds if isinstance(k, Shard)}
+    return held.pop() if len(held) == 1 else 1
+
+
 def _holds(have: Kind, want: Kind) -> bool:
     return have == want or (want == REP and replicated(have))
 
@@ -100,6 +123,13 @@ def _distance(have: Kind, want: Kind, t: Tensor, degree: int) -> float:
     """Bytes one rank sends, forward plus backward, to bring a value of kind `have` to `want` (0 if it is there already)."""
     grad = t.requires_grad
     size = t.numel() * t.element_size() * (degree - 1) / degree
+    if isinstance(have, Shard) and have.copies > 1:
+        # Each copy can give up all but its own share; that is free, and whatever follows starts from there.
+        if t.shape[have.dim] % degree or (isinstance(want, Shard) and want.copies > 1):
+            return _NEVER
+        return 0.01 if want == Shard(have.dim) else _distance(Shard(have.dim), want, t, degree)
+    if isinstance(want, Shard) and want.copies > 1:
+        return _NEVER
     if want == REP:
         if replicated(have):
             return 2 * size if have == I and grad else 0.0

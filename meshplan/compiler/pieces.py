@@ -1,7 +1,7 @@
 """Laying a value out over the ranks of an axis with numbers, and putting it together again: what each kind means.
 
     kind   ranks hold                  ranks hold of its gradient g
-    S(d)   shards                      shards of g
+    S(d)   shards                      shards of g (with copies: summands of a shard)
     R      copies                      summands of g
     I, N   copies                      g (of N: none)
     P      summands                    g
@@ -23,6 +23,7 @@ from meshplan.runtime.comm import chunk_offset, chunk_sizes
 def cut(x: Tensor, kind: Shard, n: int, rank: int) -> Tensor:
     """Shard `rank` of `x`, part by part if the kind has parts."""
     pieces = x.split(list(kind.parts), kind.dim) if kind.parts else (x,)
+    n, rank = n // kind.copies, rank // kind.copies
     mine = [
         p.narrow(kind.dim, chunk_offset(p.shape[kind.dim], n, rank), chunk_sizes(p.shape[kind.dim], n)[rank])
         for p in pieces
@@ -34,6 +35,7 @@ def local_size(shape: Sequence[int], kind: Kind, n: int, rank: int) -> tuple[int
     """Shape of the shard of `rank` of a tensor of `shape`."""
     out = list(shape)
     if isinstance(kind, Shard):
+        n, rank = n // kind.copies, rank // kind.copies
         out[kind.dim] = sum(chunk_sizes(p, n)[rank] for p in kind.parts or (out[kind.dim],))
     return tuple(out)
 
@@ -56,11 +58,18 @@ def spread_gradient(g: Tensor, kind: Kind, n: int, generator: torch.Generator) -
     """What each rank is given as the gradient of a value of `kind`: see the module's docstring."""
     if kind == R:
         return spread(g, P, n, generator)
+    if isinstance(kind, Shard) and kind.copies > 1:
+        shards = spread(g, Shard(kind.dim), n // kind.copies, generator)
+        return [summand for shard in shards for summand in spread(shard, P, kind.copies, generator)]
     return spread(g / n if kind == A else g, kind if isinstance(kind, Shard) else I, n, generator)
 
 
 def gather(parts: Sequence[Tensor], kind: Kind, whole: Sequence[int]) -> Tensor | None:
     """The global value of which ranks hold `parts` as `kind` says; None where copies differ or shards do not fit."""
+    if isinstance(kind, Shard) and kind.copies > 1:
+        owned = [parts[i : i + kind.copies] for i in range(0, len(parts), kind.copies)]
+        ones = [gather(same, I, whole) for same in owned]
+        return None if any(one is None for one in ones) else gather([o for o in ones if o is not None], Shard(kind.dim), whole)
     if isinstance(kind, Shard):
         n = len(parts)
         sizes = [chunk_sizes(p, n) for p in kind.parts or (whole[kind.dim],)]
@@ -76,14 +85,18 @@ def gather_gradient(parts: Sequence[Tensor], kind: Kind, whole: Sequence[int]) -
     """The global gradient of a value of `kind` of which ranks got `parts`."""
     if kind == R:
         return gather(parts, P, whole)
+    if isinstance(kind, Shard) and kind.copies > 1:
+        owned = [parts[i : i + kind.copies] for i in range(0, len(parts), kind.copies)]
+        return gather([sum(many[1:], many[0]) for many in owned], Shard(kind.dim), whole)
     if isinstance(kind, Shard):
         return gather(parts, kind, whole)
     same = gather(parts, I, whole)
     return same * len(parts) if kind == A and same is not None else same
 
 
-def apart(a: Tensor, b: Tensor) -> float:
-    """Largest difference relative to the largest value of `b`; nan and infinity must be in the same places."""
+def apart(a: Tensor, b: Tensor, floor: float = 1.0) -> float:
+    """Largest difference relative to the largest value of `b`, or to `floor` if that is larger; nan and infinity must be
+    in the same places."""
     if a.numel() == 0:
         return 0.0
     if not (a.is_floating_point() or a.is_complex()):
@@ -97,8 +110,7 @@ def apart(a: Tensor, b: Tensor) -> float:
         a, b = a[~special], b[~special]
         if a.numel() == 0:
             return 0.0
-    scale = max(b.abs().max().item(), 1e-30)
-    return (a - b).abs().max().item() / max(scale, 1.0)
+    return (a - b).abs().max().item() / max(b.abs().max().item(), floor)
 
 
 def tolerance(x: Tensor) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshplan import compat
-from meshplan.compiler import ownership
+from meshplan.compiler import few_heads, ownership
 from meshplan.compiler.capture import (
     HOST_READS,
     Call,
@@ -27,6 +27,7 @@ from meshplan.compiler.capture import (
     tensors_in,
 )
 from meshplan.compiler.edits import Edit, Replacement
+from meshplan.compiler.few_heads import sub_axes
 from meshplan.compiler.frames import Frames, argument_keys, common_host
 from meshplan.compiler.invocations import Invocations
 from meshplan.compiler.kinds import A, I, Kind, N, P, Pending, R, normal, replicated, user_letter
@@ -85,6 +86,8 @@ class Propagation(TorchFunctionMode):
         self.trace, self.axes, self.declared, self.owners = trace, axes, declared, owners
         self.holders = holders
         self.decisions, self.chooser = decisions, chooser
+        spec = chooser.groups.spec
+        self.split = {axis.name: spec.degree(sub_axes(axis.name)[0]) for axis in axes if axis.name not in spec.names}
         self.index = {axis.name: k for k, axis in enumerate(axes)}
         self.result = Pass()
         self.stack, self.frames = ModuleStack(), Frames()
@@ -135,8 +138,8 @@ class Propagation(TorchFunctionMode):
         if expected != (path, values):
             raise self.diverged(f"module {path or '(model)'} is called where the single device calls {expected[0] or '(model)'}")
         self.result.timeline.enter(path, any(isinstance(x, Tensor) and x.requires_grad for x in leaves))
-        keys = argument_keys(module, args, kwargs)
         handed = len(self.result.moves)
+        keys = argument_keys(module, args, kwargs)
         moved = [
             self.at_site(x, Site("input", path, key), self.declared(path, "input", key)) if isinstance(x, Tensor) else x
             for key, x in zip(keys, leaves, strict=True)
@@ -287,6 +290,8 @@ class Propagation(TorchFunctionMode):
             have = R
         if replicated(have) and want in (R, I) and not grad:
             return x
+        if isinstance(have, Shard) and have.copies > 1:
+            return self.to_kind(self._own_share(x, k, have, site, where), k, want, site, where)
         src = "S" if isinstance(have, Shard) else str(have)
         dst = "S" if isinstance(want, Shard) else str(want)
         if src == "S" and dst == "S":  # through the full value; a shard of one dim does not become one of another in place
@@ -324,7 +329,25 @@ class Propagation(TorchFunctionMode):
         kinds = list(info.kinds)
         kinds[k] = want
         self._record(site, move, where)
-        return self.label(out, Info(info.value, kinds, info.data, info.param))
+        return self.label(out, Info(info.value, kinds, info.data, info.param, info.source))
+
+    def _own_share(self, x: Tensor, k: int, have: Shard, site: Site, where: Where | None) -> Tensor:
+        """Of a shard that neighbouring ranks have copies of, this rank's own part: replicated becomes sharded among them."""
+        info, axis = self.info(x), self.axes[k]
+        group = self.chooser.groups.group(sub_axes(axis.name)[1])
+        size = axis_size(self.trace.values[info.value].shape, have.dim, info.kinds, self.axes, k + 1)
+        src = "R" if x.requires_grad else "N"
+        move = Move(sub_axes(axis.name)[1], src, "S", have.dim, size, have, Shard(have.dim))
+        self.paused = True
+        out = self.result.timeline.moved(
+            site, f"{have} -> {move.dst_kind} {axis.name}", lambda: boundary.move(x, src, "S", group, have.dim, size),
+            (lambda g: boundary.MOVES[src, "S"][1](g, group, have.dim, size)) if x.requires_grad else None, self.show(x), where,
+        )  # fmt: skip
+        self.paused = False
+        kinds = list(info.kinds)
+        kinds[k] = Shard(have.dim)
+        self._record(site, move, where)
+        return self.label(out, Info(info.value, kinds, info.data, info.param, info.source))
 
     def _no_inner_shards(self, info: Info, dim: int, k: int, site: Site) -> None:
         # Gathering an outer axis while an inner one still splits the dim would interleave the pieces.
@@ -535,6 +558,7 @@ class Propagation(TorchFunctionMode):
             choice = self.chooser.choose(rec, kinds, params, axis.degree, [t.requires_grad for t in tensors])
             if choice is None:
                 raise self.refuse(rec, tensors, axis)
+            self._check_heads(rec, tensors, axis, kinds, choice)
             for j, want in enumerate(choice.wanted):
                 if want is not None and not (want == R and replicated(kinds[j])):
                     tensors[j] = self._converted(tensors[j], k, want, rec, j, converts)
@@ -554,6 +578,21 @@ class Propagation(TorchFunctionMode):
                     tensors[j] = self._converted(t, k, R, rec, j, converts)
             choices.append(choice)
         return choices, tensors, converts
+
+    def _check_heads(self, rec: Call, tensors: list[Tensor], axis: Axis, kinds: list[Kind], choice: Choice) -> None:
+        """Before a projection is gathered because its heads are too few for the axis: see few_heads.py."""
+        if choice.wanted[0] != R or len(tensors) != 1:
+            return
+        source = self.info(tensors[0]).source
+        split = few_heads.needed(rec.name, self.trace.values[rec.ins[0]], self.trace.values[rec.outs[0]], kinds[0], axis, source)
+        if split is not None and self.split.get(axis.name, split.pieces) == split.pieces:
+            raise few_heads.SplitNeeded(split)
+
+    def _source(self, rec: Call, infos: list[Info], kinds: list[Kind]) -> frozenset[str]:
+        if not any(isinstance(k, Shard) for k, a in zip(kinds, self.axes, strict=True) if not a.data):
+            return frozenset()
+        own = {i.param for i in infos if i.param and any(isinstance(k, Shard) for k in i.kinds)}
+        return frozenset(own) or frozenset().union(*(i.source for i in infos))  # type: ignore[arg-type]
 
     def _used_apart(self, rec: Call, tensors: list[Tensor], k: int, converts: list[tuple[int, Move]]) -> list[Tensor]:
         """The replicated `tensors` with gradients that are partial over axis number `k`."""
@@ -679,7 +718,7 @@ class Propagation(TorchFunctionMode):
                 kinds = [N if replicated(k) else k for k in kinds]
             if rec.in_place and id(t) in self.infos:
                 self._check_in_place(rec, self.infos[id(t)], kinds)
-            self.label(t, Info(value, kinds, data))
+            self.label(t, Info(value, kinds, data, None, self._source(rec, infos, kinds)))
 
     def _check_in_place(self, rec: Call, before: Info, kinds: list[Kind]) -> None:
         for axis, old, new in zip(self.axes, before.kinds, kinds, strict=True):

@@ -15,7 +15,7 @@ from meshplan.compiler.capture import Call, Ref, Trace
 from meshplan.compiler.edits import Replacement
 from meshplan.compiler.kinds import Kind, replicated
 from meshplan.compiler.layout import Axis
-from meshplan.compiler.match import Choice, choose
+from meshplan.compiler.match import Choice, choose, copies_of
 from meshplan.compiler.rules import semantic
 from meshplan.compiler.rules.base import MISSING, REP, Op, Strategy
 from meshplan.mesh.build import Groups
@@ -39,10 +39,11 @@ class Chooser:
         outs = len(rec.outs)
         whole = Strategy((REP,) * len(kinds), (REP,) * outs)
         tensors = [self.trace.values[v] for v in rec.ins]
+        shards = degree // copies_of(kinds)
         rule = semantic.RULES.get(rec.func)
         if rule is not None:
             op, order = self.semantic_op(rec)
-            strategies = [_reordered(s, order) for s in rule(op, degree) if len(s.ins) == len(order)]
+            strategies = [_reordered(s, order) for s in rule(op, shards) if len(s.ins) == len(order)]
             return choose([*strategies, whole], kinds, tensors, params, degree)
         ops, results, _ = self._decomposed(rec)
         given = {id(t): k for t, k in zip(tensors, kinds, strict=True)}
@@ -51,7 +52,7 @@ class Chooser:
         if followed is not None and (len(ops) == 1 or self._scales(rec, ops, kinds, degree)):
             strategies.append(Strategy(tuple(REP if replicated(k) else k for k in kinds), followed, plain=True))
         elif len(ops) == 1 and ops[0].ins == tuple(id(t) for t in tensors):
-            strategies += aten.rule_of(ops[0], degree)
+            strategies += aten.rule_of(ops[0], shards)
         return choose([*strategies, whole], kinds, tensors, params, degree)
 
     def semantic_op(self, rec: Call) -> tuple[Op, list[int]]:

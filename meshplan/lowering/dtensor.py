@@ -1,4 +1,4 @@
-"""Puts DTensor regions onto a user's module: `regions: dtensor`, where every redistribution is a DTensor `redistribute`."""
+"""Puts `regions: dtensor` onto a user's module: every redistribution is a DTensor `redistribute`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from meshplan.runtime.dtensor_region import Region, leave, redistribute, running
 from meshplan.runtime.module import Around, Duties, install
 
 
-def shard_parameters(model: nn.Module, plan: DTensorPlan, mesh: DeviceMesh) -> dict[nn.Parameter, tuple[Placement, ...]]:
-    """Replace every parameter by a DTensor on `mesh`, cut from this rank's full copy without communication; ties survive.
+def shard_parameters(
+    model: nn.Module, plan: DTensorPlan, mesh: DeviceMesh
+) -> dict[nn.Parameter, tuple[Placement, ...]]:
+    """Replace every parameter by a DTensor on `mesh`, cut from this rank's full copy without a message; ties survive.
 
     Returns the placements of each new parameter while it is used.
     """
@@ -80,7 +82,8 @@ def install_regions(
 
 
 def _boundaries(module: nn.Module, path: str, plan: DTensorPlan, region: Region) -> Around:
-    """A module's forward with what the plan declares of its inputs and outputs; it sums what is partial on its way out."""
+    """A module's forward with what the plan declares of its inputs and outputs; what is partial is summed on its way
+    out."""
 
     def around(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = compat.flatten((args, kwargs))
@@ -124,7 +127,7 @@ def _recomputed(inner: Around, region: Region, streams: DropoutStreams | None) -
             with running(region):  # backward, where the recompute happens, is outside the region
                 return inner(run, a, k)
 
-        contexts = {"context_fn": streams.recompute_contexts} if streams is not None else {}
+        contexts: dict[str, Any] = {"context_fn": streams.recompute_contexts} if streams is not None else {}
         return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **contexts, **kwargs)
 
     return around
@@ -134,10 +137,7 @@ def _entrance(module: nn.Module, plan: DTensorPlan, region: Region, inner: Aroun
     def around(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = compat.flatten((args, kwargs))
         keys = argument_keys(module, args, kwargs)
-        leaves = [
-            DTensor.from_local(x, region.mesh, placements(plan.input(k, x.dim())), run_check=False) if isinstance(x, Tensor) else x
-            for k, x in zip(keys, leaves, strict=True)
-        ]
+        leaves = [_entered(x, k, plan, region.mesh) for k, x in zip(keys, leaves, strict=True)]
         args, kwargs = compat.unflatten(leaves, structure)
         with running(region):
             out = inner(run, args, kwargs)
@@ -146,6 +146,12 @@ def _entrance(module: nn.Module, plan: DTensorPlan, region: Region, inner: Aroun
         return compat.unflatten(made, compat.flatten(out)[1])
 
     return around
+
+
+def _entered(x: Any, key: str, plan: DTensorPlan, mesh: DeviceMesh) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return DTensor.from_local(x, mesh, placements(plan.input(key, x.dim())), run_check=False)
 
 
 def _out(x: DTensor, declared: dict[int, user.Placement], plan: DTensorPlan) -> Tensor:

@@ -19,6 +19,7 @@ from meshplan.compiler.lowered import Core
 from meshplan.compiler.lowered_graph import Lowered
 from meshplan.errors import PlanError
 from meshplan.lowering.agreement import agree_on, signature_check
+from meshplan.lowering.compiled import compile_units, compiled_arounds, refuse_inner_recompute
 from meshplan.lowering.fsdp import apply_fsdp
 from meshplan.lowering.recompute import recompute_arounds
 from meshplan.lowering.regions import parallelize_regions
@@ -77,6 +78,7 @@ def parallelize(
         _refuse_twice(model)
         spec = MeshSpec.resolve(plan.mesh, world)
         core = compile_core(model, plan, spec, inputs, rank, check=check)
+        refuse_inner_recompute(core.bound)
         lowered = Lowered(model, core, rank)
         _refuse_optimizers(model)
     except PlanError as error:
@@ -101,6 +103,7 @@ def parallelize(
         arounds[""] = lambda run, args, kwargs: session.around(lambda *a, **k: inner(run, a, k), args, kwargs)
     else:
         arounds[""] = session.around
+    arounds = compiled_arounds(core.bound, arounds)
 
     def install(new: Core) -> None:
         bind_program(model, new, groups, streams, arounds, bool(tensor_axes))
@@ -114,9 +117,7 @@ def parallelize(
         materialise(model, device or device_type)
         init_weights(model, seed)
     session.gradients.reductions = [r for r in reductions(model, core, groups) if r.params]
-    for path in core.bound.compile_units:
-        section = plan.compile
-        model.get_submodule(path).compile(backend=section.backend, fullgraph=section.fullgraph)  # type: ignore[union-attr]
+    compile_units(model, core.bound, arounds)
     return model
 
 

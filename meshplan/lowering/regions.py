@@ -48,14 +48,15 @@ def parallelize_regions(
     spec = low.core.spec
     built = build_groups(spec, device_type, _axes_sets(low.dtensor))
     log_rank_map(spec, rank)
-    low = _agreed(lambda: DTensorLowered(model, low.dtensor, rehearse(model, low.dtensor, built), rank), "rehearsal", real)
+    made = low.dtensor
+    low = _agreed(lambda: DTensorLowered(model, made, rehearse(model, made, built), rank), "rehearsal", real)
     meta = any(p.is_meta for p in model.parameters())
     streams = DropoutStreams(seed)
     same = signature_check(world, rank) if real else (lambda signature: None)
-    session = Session(
-        model, low.core, built, Gradients([]), streams, lambda signature, args, kwargs: low.core, lambda core: None, same, low
-    )
-    install_regions(model, low.dtensor, built.mesh_of(*low.dtensor.dims), streams, session.around)
+    # Sizes are global and layouts DTensor's own, so one program serves every input signature.
+    relower, install = (lambda signature, args, kwargs: made.core), (lambda core: None)
+    session = Session(model, made.core, built, Gradients([]), streams, relower, install, same, low)
+    install_regions(model, made, built.mesh_of(*made.dims), streams, session.around)
     model.__dict__["_meshplan_session"] = session
     remember(session)
     if meta:
@@ -91,4 +92,5 @@ def _agreed(make: Callable[[], DTensorLowered], tag: str, real: bool) -> DTensor
 
 
 def _axes_sets(plan: DTensorPlan) -> list[tuple[str, ...]]:
-    return [("dp_replicate", "dp_shard", "cp"), ("dp_shard", "cp"), ("tp",), *(axes for axes in plan.dims if len(axes) > 1)]
+    own = [axes for axes in plan.dims if len(axes) > 1]
+    return [("dp_replicate", "dp_shard", "cp"), ("dp_shard", "cp"), ("tp",), *own]

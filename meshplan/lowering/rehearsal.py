@@ -1,4 +1,4 @@
-"""One step of a DTensor region on fake tensors: what it will send, and whether DTensor can run it, before anything is sent."""
+"""One step of a DTensor region on fake tensors: what it will send, and whether DTensor can run it at all."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def rehearse(model: nn.Module, plan: DTensorPlan, built: BuiltMesh) -> tuple[Col
 
     Raises PlanError `dtensor-refused` where DTensor has no way to run it, and what the region itself refuses.
     """
+    mesh = built.mesh_of(*plan.dims)  # made of real tensors, hence before there are fake ones
     with fake_world() as mode:
         skeleton = fake_copy(model, mode)
         with mode:
             try:
-                install_regions(skeleton, plan, built.mesh_of(*plan.dims), None)
+                install_regions(skeleton, plan, mesh, None)
                 with record_collectives(lambda ranks: _axis(plan.core.spec, built.rank, ranks)) as log:
                     out = skeleton(**_inputs(plan))
                     ends = [x for x in compat.flatten(out)[0] if isinstance(x, Tensor) and x.requires_grad]
@@ -40,8 +41,9 @@ def rehearse(model: nn.Module, plan: DTensorPlan, built: BuiltMesh) -> tuple[Col
             except compat.data_dependent_errors():
                 return None
             except (RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError) as error:
+                said = str(error).partition("\n")[0]
                 raise PlanError(
-                    f"DTensor cannot run this model: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                    f"DTensor cannot run this model: {type(error).__name__}: {said}",
                     code="dtensor-refused", legal="regions: auto, or a forward whose ops DTensor has rules for",
                 ) from error  # fmt: skip
             finally:

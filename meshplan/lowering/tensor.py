@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshplan.compiler.edits import Edit
+from meshplan.compiler.few_heads import sub_axes
 from meshplan.compiler.frames import positional_names
 from meshplan.compiler.fsdp_cuts import kept_whole
 from meshplan.compiler.lowered import Boundary, Core, ParamPlan
@@ -46,14 +48,16 @@ def distribute_parameters(model: nn.Module, core: Core, built: BuiltMesh, axes: 
 
 
 def _distributed(p: nn.Parameter, plan: ParamPlan, built: BuiltMesh, axes: tuple[str, ...], mesh: Any) -> nn.Parameter:
-    shards = dict(plan.shards)
+    shards, spec = dict(plan.shards), built.spec
     local: Tensor = p.detach()
     placements: list[Any] = []
     for axis in axes:
-        shard = shards.get(axis)
-        if shard is None:
+        parent = spec.parent(axis)
+        shard = shards.get(parent)
+        if shard is None or (shard.copies > 1 and axis == sub_axes(parent)[1]):
             placements.append(Replicate())
             continue
+        # Sub-axes in turn, outermost first, cut as the axis they are of does at once (few_heads.py sees to it).
         group = built.group(axis)
         if shard.parts:
             local = torch.cat([_cut(piece, shard.dim, group) for piece in local.split(list(shard.parts), shard.dim)], shard.dim)
@@ -117,13 +121,17 @@ def bind_program(
 
 def _views_of(module: nn.Module, path: str, moves: dict[tuple[str, str], list[Any]], core: Core, dtensor: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    section, whole = core.bound.plan.fsdp, kept_whole(core)
     canonical = {full: p.name for p in core.bound.params.values() for full in p.names} if path == "" else core_names(core)
     for name, p in module._parameters.items():
         if p is None:
             continue
         full = canonical.get(f"{path}.{name}" if path else name, "")
         own = tuple(moves.get((path, full), ()))
-        if own or dtensor:
+        if full in whole and section and section.param_dtype and p.is_floating_point():
+            # FSDP shows its parameters in the dtype of computation; one that it leaves alone is cast here.
+            own = (partial(Tensor.to, dtype=section.param_dtype), *own)
+        if own or dtensor or full in whole:
             found[name] = own
     return found
 

@@ -210,13 +210,41 @@ def _details(d: Mapping[str, Any], verbose: int) -> list[RenderableType]:
                 cells = (f"{name} {b['side']}", b["tensor"], layout, b.get("where") or "")
                 table.add_row(*(Text(plain(c)) for c in cells))
         parts += ["", table]
-    parts += _formulas(d)
+    parts += [*_gathers(d), *_formulas(d)]
     if d.get("uncounted"):
         parts += ["", Text("without a formula", style="bold"), *(Text(plain(f"  {n}: {why}")) for n, why in d["uncounted"].items())]
     for title in ("rules", "conditions"):
         if d.get(title):
             parts += ["", Text(title, style="bold"), *(Text("  " + plain(_line(x))) for x in d[title])]
     return parts
+
+
+def _gathers(d: Mapping[str, Any]) -> list[RenderableType]:
+    """What backward keeps: of each gathered input under either choice, equal layers once; and of each layer in all."""
+    parts: list[RenderableType] = []
+    if d.get("gathers"):
+        titles = ("gathered input", "axis", "save keeps", "regather keeps", "and sends", "chosen")
+        table = grid(*((t, "right" if "keeps" in t or "sends" in t else "") for t in titles))
+        for group in fold([(g["module"], g) for g in d["gathers"]], _gather_key):
+            for path, g in group.items:
+                name = ".".join(s for s in (group.label, path) if s) + " " + g["tensor"]
+                name += f"  x{group.count}" if group.count > 1 else ""
+                sizes = (g["save"]["kept_bytes"], g["regather"]["kept_bytes"], g["regather"]["sent_bytes"])
+                cells = (name, g["axis"], *map(bytes_text, sizes), g["gather"])
+                table.add_row(*(Text(plain(c)) for c in cells))
+        parts += ["", table]
+    if d.get("kept_bytes"):
+        table = grid(("kept for backward, inside", ""), ("on a rank", "right"))
+        for group in fold(list(d["kept_bytes"].items()), lambda n: n):
+            for path, n in group.items:
+                name = ".".join(s for s in (group.label, path) if s) + (f"  x{group.count}" if group.count > 1 else "")
+                table.add_row(Text(plain(name)), bytes_text(n))
+        parts += ["", table]
+    return parts
+
+
+def _gather_key(g: Mapping[str, Any]) -> tuple[Any, ...]:
+    return g["tensor"], g["axis"], g["gather"], g["save"]["kept_bytes"], g["regather"]["kept_bytes"]
 
 
 def _formulas(d: Mapping[str, Any]) -> list[RenderableType]:

@@ -1,9 +1,9 @@
-"""Which torch calls DTensor may run on shards, and on which axes it must not: everything else runs on replicated values.
+"""Which torch calls DTensor may run on shards, and on which axes it must not: all others run on replicated values.
 
 DTensor's rules are not an oracle (cumulative sums over a sharded dim, mean losses with unequal ignored labels and some
-gradients come out wrong without a word). Only calls whose rule is elementwise, a matrix product, a movement of elements off
-the sharded dim, or one of the few named here keep their shards; for any other call all arguments are replicated first, which
-is exact whatever the call.
+gradients come out wrong without a word). Only calls whose rule is elementwise, a matrix product, a movement of elements
+off the sharded dim, or one of the few named here keep their shards; for any other call all arguments are replicated
+first, which is exact whatever the call.
 """
 
 from __future__ import annotations
@@ -15,22 +15,31 @@ from torch.distributed.tensor import DTensor
 
 from meshplan import compat
 
-ELEMENTWISE = frozenset(
-    "add sub rsub radd mul rmul div rdiv truediv rtruediv true_divide neg pow rpow exp log sqrt rsqrt reciprocal square sin cos "
-    "tanh sigmoid relu gelu silu softplus mish hardswish leaky_relu elu celu selu abs clamp where masked_fill to float double "
-    "half bfloat16 long int bool type type_as clone contiguous detach eq ne lt le gt ge logical_and logical_or logical_not and "
-    "or xor invert maximum minimum erf requires_grad_ zeros_like ones_like".split()
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ELEMENTWISE = _words(
+    """
+    add sub rsub radd mul rmul div rdiv truediv rtruediv true_divide neg pow rpow exp log sqrt rsqrt reciprocal square
+    sin cos tanh sigmoid relu gelu silu softplus mish hardswish leaky_relu elu celu selu abs clamp where masked_fill
+    to float double half bfloat16 long int bool type type_as clone contiguous detach eq ne lt le gt ge logical_and
+    logical_or logical_not and or xor invert maximum minimum erf requires_grad zeros_like ones_like
+    """
 )
-PRODUCTS = frozenset("linear matmul rmatmul mm bmm addmm embedding".split())
-MOVES = frozenset("view reshape transpose permute unsqueeze squeeze flatten unflatten t T mT expand movedim".split())
+PRODUCTS = _words("linear matmul rmatmul mm bmm addmm embedding")
+MOVES = _words("view reshape transpose permute unsqueeze squeeze flatten unflatten t T mT expand movedim")
 ALONG = {  # calls that act along one dim: where that dim stands among the arguments, and its default
-    "softmax": (1, -1), "log_softmax": (1, -1), "chunk": (2, 0), "split": (2, 0), "split_with_sizes": (2, 0), "cat": (1, 0),
-    "concat": (1, 0), "narrow": (1, 0), "select": (1, 0), "unbind": (1, 0),
+    "softmax": (1, -1), "log_softmax": (1, -1), "chunk": (2, 0), "split": (2, 0), "split_with_sizes": (2, 0),
+    "cat": (1, 0), "concat": (1, 0), "narrow": (1, 0), "select": (1, 0), "unbind": (1, 0),
 }  # fmt: skip
 NORMS = frozenset(("layer_norm", "rms_norm"))
-ASKS = frozenset(
-    "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex element_size __len__ __hash__ "
-    "get_device data_ptr storage_offset __format__ __repr__ is_same_size register_hook retain_grad".split()
+ASKS = _words(
+    """
+    size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex element_size __len__ __hash__
+    get_device data_ptr storage_offset __format__ __repr__ is_same_size register_hook retain_grad
+    """
 )
 GETTERS = frozenset(("T", "mT", "H", "mH"))  # attributes that are tensors
 
@@ -52,12 +61,12 @@ def only_asks(func: Callable[..., Any]) -> bool:
 
 
 def blocked_dims(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """The dims (counted from the end, as -1, -2...) that no axis may shard while call `name` runs; None for all of them."""
+    """The dims (counted from the end, as -1, -2...) that no axis may shard while call `name` runs; None for all."""
     if name in ELEMENTWISE or name in PRODUCTS or name in MOVES:
         return ()
     if name in ALONG:
         at, default = ALONG[name]
-        x = args[0] if args else kwargs.get("input", kwargs.get("tensors"))
+        x: Any = args[0] if args else kwargs.get("input", kwargs.get("tensors"))
         ndim = (x[0] if isinstance(x, (list, tuple)) else x).dim()
         dim = args[at] if len(args) > at else kwargs.get("dim", default)
         return (dim % ndim - ndim,) if isinstance(dim, int) else None
@@ -95,7 +104,10 @@ def _indexed(x: Any, index: Any) -> tuple[int, ...] | None:
 
 def shards_blocked(x: DTensor, dims: tuple[int, ...] | None) -> list[int]:
     """The mesh dims on which `x` must be replicated: those that shard one of `dims`, or shard at all for None."""
-    return [
-        i for i, p in enumerate(x.placements)
-        if compat.is_strided_shard(p) or p.is_partial() or (p.is_shard() and (dims is None or p.dim - x.dim() in dims))
-    ]  # fmt: skip
+    return [i for i, p in enumerate(x.placements) if p.is_partial() or _blocked(p, x.dim(), dims)]
+
+
+def _blocked(placement: Any, ndim: int, dims: tuple[int, ...] | None) -> bool:
+    if compat.is_strided_shard(placement):
+        return True
+    return placement.is_shard() and (dims is None or placement.dim - ndim in dims)

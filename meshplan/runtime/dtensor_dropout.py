@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from meshplan.ops.dropout import DropoutStreams, dropout
 from meshplan.ops.dropout_attention import scaled_dot_product_attention
@@ -30,18 +31,20 @@ def drop(args: Any, kwargs: Any, streams: DropoutStreams | None, path: str) -> T
 def drop_attention(given: Mapping[str, Any], streams: DropoutStreams | None, path: str) -> Tensor:
     """Attention with dropout, of a query, key and value sharded alike by batch or heads; the mask likewise or plain."""
     q, k, v = (given[n] for n in ("query", "key", "value"))
-    shape = (*q.shape[:-1], k.shape[-2])
+    shape = torch.Size((*q.shape[:-1], k.shape[-2]))
     stream = streams.key(path) if streams is not None else 0
-    rest = {n: x.full_tensor() if isinstance(x, DTensor) else x for n, x in given.items() if n not in ("query", "key", "value")}
+    rest: dict[str, Any] = {n: x for n, x in given.items() if n not in ("query", "key", "value")}
     mask = rest.get("attn_mask")
     if mask is not None:
-        rest["attn_mask"] = _own(mask.expand(shape), q)
+        whole = mask.full_tensor() if isinstance(mask, DTensor) else mask
+        rest["attn_mask"] = _own(whole.expand(shape), q)
     local = scaled_dot_product_attention(
         q.to_local(), k.to_local(), v.to_local(), **rest, stream=stream, global_shape=shape, offsets=offsets(q, shape)
     )
-    whole = (*q.shape[:-1], v.shape[-1])
-    stride = _contiguous(whole)
-    return DTensor.from_local(local.contiguous(), q.device_mesh, q.placements, run_check=False, shape=whole, stride=stride)
+    out = torch.empty((*q.shape[:-1], v.shape[-1]), device="meta")
+    return DTensor.from_local(
+        local.contiguous(), q.device_mesh, q.placements, run_check=False, shape=out.shape, stride=out.stride()
+    )
 
 
 def offsets(x: DTensor, shape: Any) -> list[int]:
@@ -61,16 +64,8 @@ def _block(x: DTensor, shape: Any) -> tuple[list[int], list[int]]:
     starts, sizes = [0] * len(shape), list(shape)
     at = x.device_mesh.get_coordinate() or [0] * x.device_mesh.ndim
     for i, p in enumerate(x.placements):
-        if p.is_shard():
+        if isinstance(p, Shard):
             n = x.device_mesh.size(i)
             starts[p.dim] += chunk_offset(sizes[p.dim], n, at[i])
             sizes[p.dim] = chunk_sizes(sizes[p.dim], n)[at[i]]
     return starts, sizes
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

@@ -1,8 +1,8 @@
 """A region with DTensor semantics: inputs become DTensors, every call runs on them, and outputs leave as local tensors.
 
-The slow reference, and a way out for code that needs global sizes. Nothing here decides a layout by itself beyond three
-rules: a parameter is gathered over the data axes where it is used, a partial sum is summed before anything but a declared
-boundary sees it, and a call that DTensor is not trusted with runs on replicated values (`dtensor_calls`).
+The slow reference, and a way out for code that needs global sizes. Layouts follow the plan and three rules: a parameter
+is gathered over the data axes where it is used, a partial sum is summed before anything but a declared boundary sees
+it, and a call that DTensor is not trusted with runs on replicated values (`dtensor_calls`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,23 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, placements: tuple[Placement, ...], back: tuple[Placement, ...]) -> DTensor:
         ctx.back = back
-        return x.detach().redistribute(placements=placements)
+        return _axis_by_axis(x.detach(), placements)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].redistribute(placements=ctx.back), None, None
+        return _axis_by_axis(grads[0], ctx.back), None, None
+
+
+def _axis_by_axis(x: Any, placements: tuple[Placement, ...]) -> DTensor:
+    """`x` with `placements`, one mesh dim at a time, since the order in which DTensor plans several is its own affair.
+    What becomes whole does so from the inside out, what is cut is cut from the outside in, as nested shards need."""
+    now = list(x.placements)
+    whole = [i for i in reversed(range(len(now))) if placements[i].is_replicate()]
+    for i in [*whole, *(i for i in range(len(now)) if i not in whole)]:
+        if now[i] != placements[i]:
+            now[i] = placements[i]
+            x = x.redistribute(placements=now)
+    return x.redistribute(placements=now)  # type: ignore[no-any-return]
 
 
 def redistribute(x: DTensor, placements: Sequence[Placement]) -> DTensor:
@@ -101,6 +113,9 @@ class Region(TorchFunctionMode):
         return x
 
     def _run(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        if name == "linear":
+            args = _pinned(*args, **kwargs)
+            kwargs = {}
         dims = blocked_dims(name, args, kwargs)
         leaves, structure = compat.flatten((args, kwargs))
         kept = [_off(x, shards_blocked(x, dims)) if isinstance(x, DTensor) else x for x in leaves]
@@ -135,8 +150,8 @@ class Region(TorchFunctionMode):
         whole = isinstance(target, DTensor) and not isinstance(target, nn.Parameter) and target.placements
         if not whole or name not in ELEMENTWISE or any(p.is_partial() for p in whole) or not _alike(target, others):
             raise PlanError(
-                f"{name} writes into a tensor that is not laid out as what it writes", code="in-place", module=self.paths[-1],
-                legal="the same without writing in place",
+                f"{name} writes into a tensor that is not laid out as what it writes",
+                code="in-place", module=self.paths[-1], legal="the same without writing in place",
             )  # fmt: skip
 
 
@@ -157,7 +172,7 @@ def _off(x: DTensor, dims: Sequence[int]) -> DTensor:
 
 def _whole_groups(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Attention's arguments by name: q, k and v sharded alike on each mesh dim, by batch or whole groups of heads, else
-    replicated there. Grouped heads are repeated here, so that the call itself sees as many keys as queries."""
+    replicated there. Grouped heads are repeated here, so that the call sees as many keys as queries."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     q, k, v = (given[n] for n in names[:3])
@@ -174,6 +189,19 @@ def _whole_groups(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
             k, v = (_repeated(x, q.shape[-3] // x.shape[-3]) for x in (k, v))
         given |= {"query": q, "key": k, "value": v}
     return given
+
+
+def _pinned(input: Any, weight: Any, bias: Any = None) -> tuple[Any, ...]:
+    """Arguments of a linear layer, its input replicated where the weight's columns are split or where a dim between the
+    first and the last is: left to itself DTensor may gather the weight, or give up a shard of the flattened rows."""
+    if isinstance(input, DTensor) and isinstance(weight, DTensor):
+        pairs = list(zip(input.placements, weight.placements, strict=True))
+        off = [
+            i for i, (p, w) in enumerate(pairs)
+            if isinstance(p, Shard) and (0 < p.dim < input.dim() - 1 or w == Shard(0))
+        ]  # fmt: skip
+        input = _off(input, off)
+    return (input, weight) if bias is None else (input, weight, bias)
 
 
 def _repeated(x: DTensor, times: int) -> Tensor:
@@ -217,8 +245,8 @@ class _Leave(torch.autograd.Function):
 def leave(x: DTensor, data: Sequence[bool], keep: Sequence[bool]) -> Tensor:
     """A region's output as this rank's plain tensor: on data axes it keeps its shards, on others it is whole.
 
-    A step means the mean of the ranks' losses over the data axes, so the gradient that arrives is that of one rank's loss,
-    `data ranks` times what it adds to the mean; on an axis where ranks hold the same value, their gradients add up.
+    A step means the mean of the ranks' losses over the data axes, so the gradient that arrives is that of one rank's
+    loss, `data ranks` times what it adds to the mean; where ranks hold the same value, their gradients add up.
 
     Arguments:
         data: for each mesh dim, whether it is one of data axes.

@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ class Duties:
         positions: index of each plain argument name in forward's positional arguments.
         edits: by ordinal of the torch call; None where the module's own code runs as it is.
         around: called with (run, args, kwargs) in place of the whole: the root's step, or recompute.
+        editing: what applies `edits`.
     """
 
     path: str
@@ -36,6 +38,7 @@ class Duties:
     positions: Mapping[str, int] = field(default_factory=dict)
     edits: Mapping[int, BoundEdit] | None = None
     around: Around | None = None
+    editing: Callable[[Mapping[int, BoundEdit]], Editing] = Editing
 
     def __post_init__(self) -> None:
         # Where each input is found, worked out once: (position, name, path into it, convert).
@@ -46,6 +49,8 @@ class Duties:
             found.append((at, name, path, convert))
         self._found = tuple(found)
         self._whole = self.outputs.get("")
+        if self.edits is not None:
+            Editing.paths[id(self.edits)] = self.path
 
     def convert_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for at, name, path, convert in self._found:
@@ -83,7 +88,7 @@ def _forward_of(cls: type) -> Callable[..., Any]:
         if duties.edits is None:
             out = base(self, *args, **kwargs) if own is None else own(*args, **kwargs)
         else:
-            with Editing(duties.edits, duties.path):
+            with duties.editing(duties.edits):
                 out = base(self, *args, **kwargs) if own is None else own(*args, **kwargs)
         return duties.convert_outputs(out) if duties.outputs else out
 
@@ -92,7 +97,7 @@ def _forward_of(cls: type) -> Callable[..., Any]:
         around = self._meshplan_duties.around
         if around is None:
             return run(self, *args, **kwargs)
-        return around(functools.partial(run, self), args, kwargs)
+        return around(MethodType(run, self), args, kwargs)
 
     return forward
 

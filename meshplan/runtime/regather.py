@@ -1,6 +1,6 @@
 """Gathered sequences that backward gathers again: between forward and backward only this rank's shard is kept.
 
-    forward   x [S] --all_gather--> whole --q, k, v-->     autograd would keep `whole` for the weights' gradients
+    forward   x [S] --all_gather--> whole --q, k, v-->   autograd would keep `whole` for the weights' gradients
     kept      x [S]                                        what is packed is a handle with the shard
     backward  x [S] --all_gather--> whole                  once a boundary, at the first of its uses; dropped after the last
 """
@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class _Again:
 class Keeping(torch.autograd.graph.saved_tensors_hooks):
     """While a module runs: saved tensors that are, or are views of, what its boundaries gathered are kept as shards."""
 
-    running: list[Keeping] = []
+    running: ClassVar[list[Keeping]] = []
 
     def __init__(self) -> None:
         super().__init__(_pack, _unpack)
@@ -83,7 +83,9 @@ def _unpack(kept: Any) -> Tensor:
     return again.take().as_strided(shape, stride, offset)  # type: ignore[no-any-return]
 
 
-def gathering_again(convert: Callable[[Tensor], Tensor], group: AxisGroup, dim: int, size: int) -> Callable[[Tensor], Tensor]:
+def gathering_again(
+    convert: Callable[[Tensor], Tensor], group: AxisGroup, dim: int, size: int
+) -> Callable[[Tensor], Tensor]:
     """`convert`, a move from shards to the whole at a module's input, noted with the innermost `Keeping`."""
 
     def run(x: Tensor) -> Tensor:

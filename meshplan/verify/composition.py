@@ -24,7 +24,7 @@ def composition(plan: Plan, spec: MeshSpec) -> str:
     if plan.pipeline is not None and spec.degree("pp") > 1:
         extras.append(f"{plan.pipeline.schedule} {plan.pipeline.microbatches} microbatches")
     if plan.recompute is not None:
-        extras.append(f"recompute {plan.recompute.policy}")
+        extras.append("regather" if plan.recompute.policy == "none" else f"recompute {plan.recompute.policy}")
     if plan.regions != "auto":
         extras.append(f"regions {plan.regions}")
     return " + ".join([axes, *extras])

@@ -85,6 +85,7 @@ def attention(op: Op, n: int) -> list[Strategy]:
     for d in range(nd - 2):
         heads = nd >= 4 and d == nd - 3
         if heads and (q.shape[d] % n or k.shape[d] % n):
+            found += _few_key_heads(op, d, n, mask, replace)
             continue
         if not heads and len({t.shape[d] for t in op.ins[:3]}) != 1:
             continue
@@ -94,6 +95,19 @@ def attention(op: Op, n: int) -> list[Strategy]:
             ins.append(Shard(own) if own >= 0 and mask.shape[own] != 1 else REP)
         found.append(Strategy(tuple(ins), (Shard(d),), replace))
     return found
+
+
+def _few_key_heads(op: Op, d: int, n: int, mask: torch.Tensor | None, replace: str | None) -> list[Strategy]:
+    """Fewer key heads than ranks: each is copied to the neighbouring ranks that hold its query heads."""
+    q, k = op.ins[0], op.ins[1]
+    if q.shape[d] % n or n % k.shape[d] or k.shape[d] < 2 or not op.arg(7, "enable_gqa", False):
+        return []
+    few = Shard(d, None, n // k.shape[d])
+    rest: list[Kind] = []
+    if mask is not None:
+        own = d - (q.dim() - mask.dim())
+        rest.append(Shard(own) if own >= 0 and mask.shape[own] != 1 else REP)
+    return [Strategy((Shard(d), few, few, *rest), (Shard(d),), replace)]
 
 
 def layer_norm(op: Op, n: int) -> list[Strategy]:

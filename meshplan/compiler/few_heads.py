@@ -1,0 +1,105 @@
+"""Fewer heads than ranks: when a split projection is viewed as heads that its axis outnumbers, each head is copied to the
+neighbouring ranks that need it.
+
+The axis is then seen as two, heads x copies: `tp` of 4 over 2 key heads is `tp_kv` 2 x `tp_rep` 2, and the projection's weight is
+sharded on the first and replicated on the second, where its gradient is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from meshplan.compiler.bind import BoundParam
+from meshplan.compiler.kinds import Kind
+from meshplan.compiler.layout import Axis
+from meshplan.compiler.rules.views import dim_groups
+from meshplan.errors import PlanError
+from meshplan.mesh.spec import MeshSpec
+from meshplan.plan.placements import Shard
+
+VIEWS = frozenset({"view", "reshape", "unflatten"})
+
+
+@dataclass(frozen=True)
+class Split:
+    """`axis` becomes `pieces` x copies for the parameters named."""
+
+    axis: str
+    pieces: int
+    params: frozenset[str]
+
+
+class SplitNeeded(Exception):
+    """Propagation met a view as heads that are fewer than the axis's ranks."""
+
+    def __init__(self, split: Split) -> None:
+        super().__init__(split)
+        self.split = split
+
+
+def needed(name: str, x: Tensor, out: Tensor, kind: Kind, axis: Axis, source: frozenset[str]) -> Split | None:
+    """The split that lets this rank's call run as it stands, or None.
+
+    Arguments:
+        name: of the torch call; x, out: its input and output at global shape.
+        kind: of the input on `axis`.
+        source: the sharded parameters that `x` has its shards from.
+    """
+    if name not in VIEWS or axis.data or not source or not isinstance(kind, Shard) or kind.parts or kind.copies > 1:
+        return None
+    for left, right in dim_groups(tuple(x.shape), tuple(out.shape)) or []:
+        heads = out.shape[right[0]]
+        if left == [kind.dim] and len(right) > 1 and 1 < heads < axis.degree and axis.degree % heads == 0:
+            return Split(axis.name, heads, source)
+    return None
+
+
+def _nameless(name: str) -> str:
+    return ".".join("#" if part.isdigit() else part for part in name.split("."))
+
+
+def sub_axes(axis: str) -> tuple[str, str]:
+    """Names of the two axes that a split axis becomes: over heads, and over copies of one head."""
+    return f"{axis}_kv", f"{axis}_rep"
+
+
+def split_spec(
+    spec: MeshSpec, kinds: Mapping[str, list[Kind]], axes: list[Axis], params: Mapping[str, BoundParam]
+) -> MeshSpec:
+    """`spec` with every axis on which some parameter has copies seen as two.
+
+    Raises PlanError: `uneven-beside-copies` for a parameter that the axis cuts unevenly or part by part, since the two axes
+    in turn would cut it elsewhere.
+    """
+    for k, axis in enumerate(axes):
+        copies = {kind[k].copies for kind in kinds.values() if isinstance(kind[k], Shard)} - {1}  # type: ignore[union-attr]
+        if copies:
+            (n,) = copies
+            pieces, rest = sub_axes(axis.name)
+            spec = spec.split_axis(axis.name, {pieces: axis.degree // n, rest: n})
+            for name, own in kinds.items():
+                shard = own[k]
+                if isinstance(shard, Shard) and (shard.parts or params[name].shape[shard.dim] % (axis.degree // shard.copies)):
+                    raise PlanError(
+                        f"{name} {list(params[name].shape)} is not cut evenly by {axis.name} {axis.degree}, which few heads make "
+                        f"{axis.degree // n} x {n} ranks", code="uneven-beside-copies", where=params[name].where,
+                        module=name.rpartition(".")[0], legal=f"sizes that {axis.degree} divides, or R for this parameter",
+                    )  # fmt: skip
+    return spec
+
+
+def with_copies(
+    kinds: Mapping[str, list[Kind]], split: Split, axes: list[Axis], params: Mapping[str, BoundParam]
+) -> dict[str, list[Kind]]:
+    """Kinds of all parameters after `split`. What holds for a projection holds for its namesakes in the other layers."""
+    k = next(i for i, axis in enumerate(axes) if axis.name == split.axis)
+    out = {name: list(own) for name, own in kinds.items()}
+    alike = {(_nameless(name), params[name].shape, kinds[name][k]) for name in split.params}
+    for name in out:
+        kind = out[name][k]
+        if isinstance(kind, Shard) and (_nameless(name), params[name].shape, kind) in alike:
+            out[name][k] = replace(kind, copies=axes[k].degree // split.pieces)
+    return out
