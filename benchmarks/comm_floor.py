@@ -144,13 +144,13 @@ def measure(pool: RankPool, compositions: tuple[Composition, ...] = COMPOSITIONS
             "source": composition.source,
         })  # fmt: skip
     return Report(
-        f"bytes of a step: {CONFIG.n_layers} Llama blocks of {CONFIG.dim}, batch {BATCH} x {SEQ}, float32, {WORLD} ranks",
+        f"bytes a step: {CONFIG.n_layers} Llama blocks of {CONFIG.dim}, {BATCH} x {SEQ} tokens, float32, {WORLD} ranks",
         rows,
         notes=[
             "counted: bytes of the full tensor of every collective of a rank, forward and backward",
             "A residual stream, T a number a token, N a norm's weights, B blocks, W outside them, n sharding ranks; 8: "
             "the count of valid labels",
-            "recorded: what rank 0 issued to gloo in its second step; the peer counts labels and reduces all gradients too",
+            "recorded: what rank 0 issued to gloo in its second step; the peer counts labels and sums gradients too",
         ],
         facts={"all at the floor": all(r["at the floor"] and r["at most the peer"] for r in rows)},
     )
