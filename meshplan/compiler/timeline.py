@@ -36,8 +36,8 @@ class Event:
     """`what` is "move", "operator", "enter", "leave" or "saved". Moves and operators carry what they send each way;
     `grad` says whether the mate runs.
 
-    A "saved" event says that backward keeps something, `kept` new bytes of it. One with a `site` is the last use of what
-    was gathered at that input: `choice` is the bytes that are new if the whole tensor is kept, and if the shard is;
+    A "saved" event says that backward keeps something, `kept` new bytes of it. One with a `site` is the last use of
+    what was gathered at that input: `choice` is the bytes that are new if the whole tensor is kept, and if the shard is;
     `again` what gathering it again would send; `written` whether the module writes into it. See `gathers.py`.
     """
 

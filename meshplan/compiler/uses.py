@@ -41,8 +41,7 @@ class Use:
         func, name: the torch function.
         leaves, structure: flattened arguments, the k-th tensor as `Ref(k)`.
         tensors: the tensor arguments at global shape, in the order of the call.
-        ins, outs: their kinds and those of the results on the axis. Replicated ones are R, or N without gradient; a
-            result may be I.
+        ins, outs: their kinds and those of the results on the axis; replicated ones without gradient are N.
         replace: the semantic operator that runs in the call's place, or None.
         degree: ranks on the axis.
     """
@@ -91,18 +90,14 @@ def use_of(decided: Decided, k: int, degree: int, trace: Trace) -> Use | None:
     made = [trace.values[v].requires_grad for v in call.outs]
     return Use(
         call.func, call.name, call.in_place, tuple(numbered), call.structure, tensors,
-        tuple(_plain(kind, t.grad, R) for kind, t in zip(ins, tensors, strict=True)),
-        tuple(_plain(kind, g, kind) for kind, g in zip(outs, made, strict=True)),
+        tuple(_plain(kind, t.grad) for kind, t in zip(ins, tensors, strict=True)),
+        tuple(_plain(kind, g) for kind, g in zip(outs, made, strict=True)),
         decided.replace[k], degree,
     )  # fmt: skip
 
 
-def _plain(kind: Kind, grad: bool, otherwise: Kind) -> Kind:
-    if not replicated(kind):
-        return kind
-    if not grad:
-        return N
-    return settled(otherwise)
+def _plain(kind: Kind, grad: bool) -> Kind:
+    return settled(kind) if grad or not replicated(kind) else N
 
 
 def settled(kind: Kind) -> Kind:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshplan import compat
 from meshplan.compiler.capture import HOST_READS, is_in_place
-from meshplan.compiler.propagate import RANDOM
+from meshplan.compiler.calls import RANDOM
 from meshplan.errors import PlanError
 from meshplan.ops.dropout import DropoutStreams
 from meshplan.runtime.dtensor_calls import ELEMENTWISE, blocked_dims, only_asks, plain_name, shards_blocked
@@ -122,7 +122,9 @@ class Region(TorchFunctionMode):
         a, k = compat.unflatten(kept, structure)
         try:
             out = func(*a, **k)
-        except (RuntimeError, NotImplementedError, AssertionError, ValueError, IndexError, KeyError):
+        except (RuntimeError, NotImplementedError, AssertionError, ValueError, IndexError, KeyError) as error:
+            if isinstance(error.__cause__, compat.data_dependent_errors()):
+                raise error.__cause__ from None  # a rehearsal without values, whereas the run will have them
             # DTensor has no rule for it on these shards; its sharding is worked out before anything is sent.
             if is_in_place(func) or not any(isinstance(x, DTensor) and _sharded(x) for x in kept):
                 raise
@@ -211,7 +213,7 @@ def _repeated(x: DTensor, times: int) -> Tensor:
 
 @contextmanager
 def running(region: Region) -> Iterator[None]:
-    """The region's mode and DTensor settings around a forward, or around a recompute inside backward; nesting is one."""
+    """The region's mode and DTensor settings around a forward, or a recompute inside backward; nested ones are one."""
     if Region.running and Region.running[-1] is region:
         yield
         return

@@ -1,0 +1,200 @@
+"""Changing layouts while propagating: each redistribution is made once a tensor and hosted where it costs least."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from meshplan.compiler.few_heads import sub_axes
+from meshplan.compiler.frames import common_host
+from meshplan.compiler.kinds import A, I, Kind, N, P, Pending, R, normal, replicated, user_letter
+from meshplan.compiler.known import Known
+from meshplan.compiler.layout import Info, axis_size
+from meshplan.compiler.sites import Move, Site
+from meshplan.errors import PlanError, Where
+from meshplan.plan.placements import Partial, Placement, Replicate, Shard
+from meshplan.runtime import boundary
+
+
+class Redistributing(Known):
+    """The part of a propagation that moves tensors from kind to kind."""
+
+    def at_site(self, x: Tensor, site: Site, declared: dict[str, Placement]) -> Tensor:
+        """Bring `x` to what the plan declares at this site and to what earlier passes decided."""
+        decided = self.decisions.moves.get(site, {})
+        for k, axis in enumerate(self.axes):
+            have = self.info(x).kinds[k]
+            if axis.name in decided:
+                x = self.to_kind(x, k, decided[axis.name], site)
+            elif axis.name in declared:
+                place = declared[axis.name]
+                if isinstance(place, Shard):
+                    kind = normal(place, self.trace.values[self.info(x).value].dim())
+                    if have != kind:
+                        x = self.hosted(x, k, kind, None, site)
+                elif isinstance(place, Replicate) and not replicated(have):
+                    x = self.hosted(x, k, R if isinstance(have, Shard) else I, None, site)
+                elif isinstance(place, Partial) and have != P:
+                    raise PlanError(
+                        f"{site} is declared P on {axis.name} but is {self.show(x)}",
+                        code="not-partial", module=site.module, legal="R or S(d)",
+                    )  # fmt: skip
+        return x
+
+    def to_kind(self, x: Tensor, k: int, want: Kind, site: Site, where: Where | None = None) -> Tensor:
+        """Move `x` to kind `want` on axis number `k`, here and now, reporting it at `site`."""
+        info, axis = self.info(x), self.axes[k]
+        have = info.kinds[k]
+        grad = x.requires_grad
+        if have == want or (have == N and want in (R, I)):
+            return x
+        if isinstance(have, Pending):
+            if want in (R, I):
+                have.need(want)  # type: ignore[arg-type]
+                return x
+            have.need(R)
+            have = R
+        if replicated(have) and want in (R, I) and not grad:
+            return x
+        if isinstance(have, Shard) and have.copies > 1:
+            return self.to_kind(self._own_share(x, k, have, site, where), k, want, site, where)
+        src = "S" if isinstance(have, Shard) else str(have)
+        dst = "S" if isinstance(want, Shard) else str(want)
+        if src == "S" and dst == "S":  # through the full value; a shard of one dim does not become one of another in place
+            return self.to_kind(self.to_kind(x, k, R, site, where), k, want, site, where)
+        if not grad:
+            src = "N" if src in "RI" else src
+            dst = "N" if dst in "RI" else dst
+            want = N if dst == "N" else want
+        if src == "A" and dst == "R":
+            return self.to_kind(self.to_kind(x, k, I, site, where), k, R, site, where)
+        if (src, dst) not in boundary.MOVES or (isinstance(have, Shard) and have.parts) or (isinstance(want, Shard) and want.parts):
+            raise PlanError(
+                f"{site}: {self.show(x)} cannot become {user_letter(want)} on {axis.name}",
+                code="no-redistribution", module=site.module, where=where,
+            )  # fmt: skip
+        shape = self.trace.values[info.value].shape
+        dim = have.dim if isinstance(have, Shard) else want.dim if isinstance(want, Shard) else 0
+        size = axis_size(shape, dim, info.kinds, self.axes, k) if "S" in (src, dst) else 0
+        if "S" in (src, dst):
+            self._no_inner_shards(info, dim, k, site)
+        move = Move(axis.name, src, dst, dim, size, have, want)
+        mate = boundary.halves(src, dst, axis.group)[1]
+        self.paused = True
+        out = self.result.timeline.moved(
+            site,
+            f"{user_letter(have)} -> {user_letter(want)} {axis.name}",
+            lambda: boundary.move(x, src, dst, axis.group, dim, size),
+            (lambda g: mate(g, axis.group, dim, size)) if grad else None,
+            self.show(x),
+            where,
+        )
+        self.paused = False
+        if site.side == "input" and src == "S":
+            self.result.timeline.gathered(site.module, out, x)
+        kinds = list(info.kinds)
+        kinds[k] = want
+        self._record(site, move, where)
+        return self.label(out, Info(info.value, kinds, info.data, info.param, info.source))
+
+    def _own_share(self, x: Tensor, k: int, have: Shard, site: Site, where: Where | None) -> Tensor:
+        """Of a shard that neighbouring ranks have copies of, this rank's own part: replicated becomes sharded among them."""
+        info, axis = self.info(x), self.axes[k]
+        group = self.chooser.groups.group(sub_axes(axis.name)[1])
+        size = axis_size(self.trace.values[info.value].shape, have.dim, info.kinds, self.axes, k + 1)
+        src = "R" if x.requires_grad else "N"
+        move = Move(sub_axes(axis.name)[1], src, "S", have.dim, size, have, Shard(have.dim))
+        self.paused = True
+        out = self.result.timeline.moved(
+            site, f"{have} -> {move.dst_kind} {axis.name}", lambda: boundary.move(x, src, "S", group, have.dim, size),
+            (lambda g: boundary.MOVES[src, "S"][1](g, group, have.dim, size)) if x.requires_grad else None, self.show(x), where,
+        )  # fmt: skip
+        self.paused = False
+        kinds = list(info.kinds)
+        kinds[k] = Shard(have.dim)
+        self._record(site, move, where)
+        return self.label(out, Info(info.value, kinds, info.data, info.param, info.source))
+
+    def _no_inner_shards(self, info: Info, dim: int, k: int, site: Site) -> None:
+        # Gathering an outer axis while an inner one still splits the dim would interleave the pieces.
+        for j in range(k + 1, len(self.axes)):
+            kind = info.kinds[j]
+            if isinstance(kind, Shard) and kind.dim == dim:
+                raise PlanError(
+                    f"{site}: dim {dim} is split by {self.axes[k].name} and, inside it, by {self.axes[j].name}; "
+                    f"{self.axes[k].name} alone cannot change", code="nested-shards", module=site.module,
+                )  # fmt: skip
+
+    def hosted(self, x: Tensor, k: int, want: Kind, where: Where | None, site: Site | None = None, leaf: int = 0) -> Tensor:
+        """A redistribution that an op or a declaration asks for: done once a tensor, hosted where it costs least."""
+        axis = self.axes[k]
+        if want == R and self.info(x).kinds[k] in (P, A):
+            want = I  # a sum is whole on every rank; whoever then uses it in a split computation asks for R
+        here = site or self._host(x, leaf)
+        key = (id(x), axis.name, str(want), here.module if here.side == "param" else "")
+        if key in self.memo:
+            made, first, frames, moves = self.memo[key]
+            self._share(x, k, want, first, here, frames, moves, where)
+            return made
+        started = len(self.result.moves)
+        have = self.info(x).kinds[k]
+        if isinstance(have, Shard) and want == R:
+            out = self._gather(x, k, here, where)
+        elif replicated(have) and want == I:
+            out = self.to_kind(x, k, I, here, where)
+        else:
+            out = self.to_kind(x, k, want, here, where)
+        self.memo[key] = (out, here, self.frames.snapshot(), [m for _, m, _ in self.result.moves[started:]])
+        self.keep.append(x)
+        if site is None and here.side in ("input", "output") and out is not x and not (isinstance(have, Shard) and want == R):
+            self.decisions.add(here, axis.name, self.info(out).kinds[k], where)
+        return out
+
+    def _gather(self, x: Tensor, k: int, site: Site, where: Where | None) -> Tensor:
+        axis = self.axes[k].name
+        settled = self.decisions.gathered.get((site, axis))
+        out = self.to_kind(x, k, settled or R, site, where)
+        if settled is None and x.requires_grad:
+            # Whether the gradient comes back partial or whole is up to whoever uses the gathered value.
+            pending = Pending((site, axis), True)
+            self.info(out).kinds[k] = pending
+            self.gathers.append((site, axis, pending, where))
+        return out
+
+    def _host(self, x: Tensor, leaf: int) -> Site:
+        info = self.info(x)
+        if self.frames.stack and id(x) in self.frames.stack[-1].inputs:
+            return Site("input", self.stack.path, self.frames.stack[-1].inputs[id(x)])
+        if info.param is not None and self.stack.path in self.holders[info.param]:
+            return Site("param", self.stack.path, info.param)
+        produced = self.frames.output_of(x)
+        if produced and P in info.kinds:
+            return Site("output", *produced)
+        ordinal = self.trace.calls[self.cursor].ordinal if self.cursor < len(self.trace.calls) else 0
+        return Site("call", self.stack.path, f"{ordinal}:{leaf}")
+
+    def _share(
+        self, x: Tensor, k: int, want: Kind, first: Site, here: Site, frames: Any, moves: list[Move], where: Where | None
+    ) -> None:
+        """A second use of the same redistribution: host it once, at the nearest common module that was handed the tensor;
+        where there is none, the first site to run keeps the result for the others."""
+        started = next((f.serial for f in reversed(frames) if f.path == here.module), None)
+        if first == here and started in (None, self.result.invocations.current(here.module, self.frames.stack)):
+            return
+        host = common_host(x, frames, self.frames.snapshot())
+        if host is not None:
+            site, axis = Site("input", *host), self.axes[k].name
+            if site != first:
+                gathered = isinstance(self.info(x).kinds[k], Shard) and want in (R, I)
+                kind = self.decisions.gathered.get((first, axis), R) if gathered else want
+                self.decisions.add(site, axis, kind, where)
+            return
+        self.result.shared |= {first, here}
+        for move in moves:
+            self._record(here, move, where)
+
+    def _record(self, site: Site, move: Move, where: Where | None) -> None:
+        self._refuse_in_checkpoint(f"{site} goes {move.src} -> {move.dst} on {move.axis}", site.module, where)
+        self.result.moves.append((site, move, where))
+        self.result.invocations.owners.append(self.result.invocations.current(site.module, self.frames.stack))
