@@ -37,7 +37,7 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, p: DTensor) -> Tensor:
         ctx.p = p
-        return p._local_tensor.detach()  # shares storage and version counter: writing to the parameter is still noticed
+        return p._local_tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -83,10 +83,15 @@ def local_view(p: Tensor, moves: tuple[Callable[[Tensor], Tensor], ...]) -> Tens
     return x
 
 
+def _recomputing() -> bool:
+    """Whether backward runs a forward again, for a checkpoint of the model's own: hooks, in contrast, have gradients off."""
+    return compat.in_backward() and torch.is_grad_enabled()
+
+
 def _getter(name: str) -> Callable[[nn.Module], Tensor | None]:
     def get(module: nn.Module) -> Tensor | None:
         p = module._parameters[name]
-        if not Step.depth or p is None:
+        if p is None or not (Step.depth or _recomputing()):
             return p
         moves = module.__dict__["_meshplan_views"][name]
         if not Editing.running:
