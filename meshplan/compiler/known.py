@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshplan import compat
 from meshplan.compiler.capture import Call, ModuleStack, Trace
 from meshplan.compiler.edits import Edit
 from meshplan.compiler.few_heads import sub_axes
@@ -134,3 +135,11 @@ class Known:
             code="no-rule", where=rec.where, module=rec.module,
             legal="another dim for that parameter, or R",
         )  # fmt: skip
+
+    def _refuse_in_checkpoint(self, what: str, module: str, where: Where | None) -> None:
+        if compat.in_checkpoint():
+            raise PlanError(
+                f"{what} inside a checkpoint of the model's own, which would repeat it in backward unforeseen",
+                code="own-checkpoint", where=where, module=module,
+                legal="the plan's `recompute` section, and the model's own checkpointing turned off",
+            )  # fmt: skip
