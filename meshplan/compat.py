@@ -34,6 +34,13 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_checkpoint() -> bool:
+    """True inside a function that `torch.utils.checkpoint` will run again in backward, the non-reentrant way (its hooks on
+    saved tensors are the innermost ones; private in torch 2.11 to 2.13)."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
 def clear_mesh_caches() -> None:
     """Forget what DTensor remembers about device meshes.
 
@@ -429,3 +436,25 @@ def fake_store() -> Store:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+@contextmanager
+def real_strided_offsets() -> Iterator[None]:
+    """Under a FakeTensorMode, let `_StridedShard` compute its offsets with real tensors: it calls `.tolist()` on them
+    (torch 2.13; where the method is missing nothing is done)."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    own = getattr(_StridedShard, "local_shard_size_and_offset", None)
+    if own is None:
+        yield
+        return
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with without_fake_mode():
+            return own(*args, **kwargs)
+
+    _StridedShard.local_shard_size_and_offset = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _StridedShard.local_shard_size_and_offset = own  # type: ignore[method-assign]

@@ -37,7 +37,7 @@ class Event:
     `grad` says whether the mate runs.
 
     A "saved" event says that backward keeps something, `kept` new bytes of it. One with a `site` is the last use of
-    what was gathered at that input: `choice` is the bytes that are new if the whole tensor is kept, and if the shard is;
+    what was gathered at that input: `choice` is the bytes that are new if the whole tensor is kept, or the shard is;
     `again` what gathering it again would send; `written` whether the module writes into it. See `gathers.py`.
     """
 
@@ -139,9 +139,11 @@ class Timeline:
             choice=choice, written=g.whole._version != g.version, kept=choice[0], again=g.move.forward,
         )  # fmt: skip
 
-    def moved(self, site: Site, what: str, run: Callable[[], Tensor], mate: Callable[[Tensor], object] | None, tensor: str,
-              where: Where | None) -> Tensor:
-        """Run one move and note what it sends; `mate` is run on the result's like, to hear what it will send in backward."""
+    def moved(
+        self, site: Site, what: str, run: Callable[[], Tensor], mate: Callable[[Tensor], object] | None, tensor: str,
+        where: Where | None,
+    ) -> Tensor:  # fmt: skip
+        """Run one move and note what it sends; `mate` is run on the result's like, to hear what backward will send."""
         self._heard.clear()
         out = run()
         forward = tuple(self._heard)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ def rehearse(model: nn.Module, plan: DTensorPlan, built: BuiltMesh) -> tuple[Col
         with mode:
             try:
                 install_regions(skeleton, plan, mesh, None)
-                with record_collectives(lambda ranks: _axis(plan.core.spec, built.rank, ranks)) as log:
+                names = partial(_axis, plan.core.spec, built.rank)
+                with compat.real_strided_offsets(), record_collectives(names) as log:
                     out = skeleton(**_inputs(plan))
                     ends = [x for x in compat.flatten(out)[0] if isinstance(x, Tensor) and x.requires_grad]
                     if ends:

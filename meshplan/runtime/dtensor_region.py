@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from meshplan import compat
-from meshplan.compiler.capture import HOST_READS, is_in_place
 from meshplan.compiler.calls import RANDOM
+from meshplan.compiler.capture import HOST_READS, is_in_place
 from meshplan.errors import PlanError
 from meshplan.ops.dropout import DropoutStreams
 from meshplan.runtime.dtensor_calls import ELEMENTWISE, blocked_dims, only_asks, plain_name, shards_blocked

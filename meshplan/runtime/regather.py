@@ -2,7 +2,7 @@
 
     forward   x [S] --all_gather--> whole --q, k, v-->   autograd would keep `whole` for the weights' gradients
     kept      x [S]                                        what is packed is a handle with the shard
-    backward  x [S] --all_gather--> whole                  once a boundary, at the first of its uses; dropped after the last
+    backward  x [S] --all_gather--> whole                once a boundary, at its first use; dropped after the last
 """
 
 from __future__ import annotations

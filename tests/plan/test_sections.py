@@ -13,6 +13,7 @@ EXAMPLES = [
     Experts(("moe",), ep=4, etp=2, dispatch="alltoall"),
     Pipeline("interleaved_1f1b", 8, ("layers.4", "layers.8"), chunks=2),
     Recompute(("layers.*",), "selective", "regather"),
+    Recompute(("layers.*",), "none", "regather"),
     Compile(("layers.*",), "aot_eager", False),
 ]
 
@@ -59,7 +60,8 @@ def test_the_mapping_holds_plain_values_and_no_defaults():
         (Pipeline, {"schedule": "1F1B"}, "unknown-option"),
         (Pipeline, {"microbatches": 0}, "bad-value"),
         (Pipeline, {"split": "even"}, "unknown-option"),
-        (Recompute, {"units": "a", "policy": "none"}, "unknown-option"),
+        (Recompute, {"units": "a", "policy": "never"}, "unknown-option"),
+        (Recompute, {"units": "a", "policy": "none"}, "bad-value"),
         (Recompute, {"units": "a", "gather": "keep"}, "unknown-option"),
         (Compile, {"units": "a", "backend": None}, "bad-value"),
     ],

@@ -24,6 +24,7 @@ TP = Rule("layers.*.wo", use="rowwise", output={"tp": R})
         ({"pp": 2}, 2, {"pipeline": {"microbatches": 4}}, "pp 2 + 1f1b 4 microbatches"),
         ({"tp": 2}, 2, {"recompute": {"units": ["layers.*"]}, "regions": "dtensor"},
          "tp 2 + recompute full + regions dtensor"),
+        ({"tp": 2}, 2, {"recompute": {"units": ["a"], "policy": "none", "gather": "regather"}}, "tp 2 + regather"),
     ],
 )  # fmt: skip
 def test_composition(mesh, world, sections, expected):
