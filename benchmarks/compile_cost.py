@@ -69,8 +69,7 @@ def measure(model: str, few: int) -> Report:
         f"lowering {model} by llama3/tp_sp_fsdp",
         [many, small, short],
         notes=[
-            "measured: wall seconds on this machine, and CPU seconds, by which cases are compared; peak memory is that of"
-            " the process (resident), imports included",
+            "measured: wall seconds on this machine, and CPU seconds, which cases are compared by; resident memory",
             "counted: collectives of one step of one rank",
         ],
         facts={

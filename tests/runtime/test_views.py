@@ -1,4 +1,4 @@
-"""A parameter seen as its local shard: gradients arrive in `p.grad` by the short way, and by autograd's where one watches."""
+"""A parameter seen as its local shard: gradients reach `p.grad` by the short way, or by autograd's where one watches."""
 
 import pytest
 import torch
