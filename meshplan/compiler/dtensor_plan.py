@@ -64,8 +64,8 @@ class DTensorPlan:
 def dtensor_plan(model: nn.Module, plan: Plan, spec: MeshSpec, inputs: Any = None) -> DTensorPlan:
     """Bind `plan` for DTensor regions; nothing is traced. `inputs` as for `compile_core`.
 
-    Raises PlanError: what `bind` raises, `axis-not-lowered`, `dtensor-option` for a plan that asks for mixed precision
-    or compilation, `no-inputs`.
+    Raises PlanError: what `bind` raises, `axis-not-lowered`, `dtensor-option` for a plan that asks for mixed
+    precision, compilation or gathering again, `no-inputs`.
     """
     refuse_unlowered(plan, spec)
     _refuse_options(plan)
@@ -99,6 +99,11 @@ def _refuse_options(plan: Plan) -> None:
         raise PlanError(
             "dtensor regions do not run under torch.compile", code="dtensor-option", where=plan.compile.where,
             legal="regions: auto, or no compile section",
+        )  # fmt: skip
+    if plan.recompute is not None and plan.recompute.gather == "regather":
+        raise PlanError(
+            "dtensor regions do not gather sequences again", code="dtensor-option",
+            where=plan.recompute.source.child("gather").where, legal="regions: auto, or gather: save",
         )  # fmt: skip
     if plan.fsdp is not None:
         casts = [k for k in ("param_dtype", "reduce_dtype", "output_dtype") if getattr(plan.fsdp, k) is not None]

@@ -49,6 +49,42 @@ def test_outputs_are_this_ranks_rows_and_outside_losses_give_whole_gradients(poo
         torch.testing.assert_close(gradient, one.weight.grad, rtol=1e-13, atol=1e-13)
 
 
+def trained(folder: str) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """On a rank: two accumulated microbatches of a sharded layer, the norm they are clipped by, a step, and what a
+    checkpoint gives back."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 4).double()
+    inputs = {"input": mp.Input(shape=(4, 3), dtype=torch.float64, place={"dp": mp.S(0)})}
+    plan = mp.Plan(mesh={"dp_shard": 2}, inputs=inputs, fsdp={"units": []}, regions="dtensor")
+    mp.parallelize(model, plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.arange(24.0, dtype=torch.float64).view(2, 4, 3)
+    with mp.accumulate(model, steps=2):
+        for part in x:
+            mp.token_mean((model(**mp.shard_batch(model, {"input": part})) ** 2).sum(1)).backward()
+    norm = mp.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    mp.save(folder, model, optimizer)
+    stepped = model.weight.full_tensor().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    mp.load(folder, model, optimizer)
+    return float(norm), stepped, model.weight.full_tensor()
+
+
+def test_accumulation_clipping_and_checkpoints_meet_dtensor_parameters(pool, tmp_path):
+    torch.manual_seed(0)
+    one = torch.nn.Linear(3, 4).double()
+    for part in torch.arange(24.0, dtype=torch.float64).view(2, 4, 3):
+        (one(part) ** 2).sum(1).mean().backward()
+    norm = torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0).item()
+    torch.optim.SGD(one.parameters(), lr=0.5).step()
+    for got, stepped, loaded in pool.run(trained, str(tmp_path / "saved"), world=2):
+        assert got == pytest.approx(norm, rel=1e-12)
+        torch.testing.assert_close(stepped, one.weight.detach(), rtol=1e-12, atol=1e-12)
+        assert torch.equal(loaded, stepped)
+
+
 def lower(model: torch.nn.Module, plan: mp.Plan | None = None) -> mp.Lowered:
     if plan is None:
         inputs = {"x": mp.Input(shape=(4, 6), dtype=torch.float32, place={"dp": mp.S(0)})}
@@ -64,8 +100,15 @@ def test_what_would_differ_between_ranks_is_refused_when_lowered(model, code):
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("more", [{"fsdp": {"units": [], "param_dtype": "bfloat16"}}, {"compile": {"units": ["up"]}}])
-def test_mixed_precision_and_compilation_are_refused(more):
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"fsdp": {"units": [], "param_dtype": "bfloat16"}},
+        {"compile": {"units": ["up"]}},
+        {"recompute": {"units": ["up"], "policy": "none", "gather": "regather"}},
+    ],
+)
+def test_options_that_dtensor_regions_do_not_have_are_refused(more):
     inputs = {"x": mp.Input(shape=(4, 6), dtype=torch.float32, place={"dp": mp.S(0)})}
     with pytest.raises(mp.PlanError) as caught:
         lower(WritesInPlace(), mp.Plan(mesh={"dp_shard": 2}, inputs=inputs, **more))
