@@ -25,14 +25,15 @@ def rows() -> Iterator[tuple[str, Family, dict[str, Any], mp.Plan]]:
             chosen = {"attn_implementation": attention} if attention else {}
             for composition, mesh in MESHES.items():
                 for recompute in (False, True):
-                    # Four ranks that split two kv heads replicate each of them.
-                    heads = {} if mesh.get("tp") != 4 or "gpt" in name else _eight_heads(name)
-                    label = " ".join(filter(None, (name, attention, composition, "recompute" if recompute else "")))
-                    yield label, family, {**chosen, **heads}, family.plan(composition, recompute=recompute)
+                    few = _few_heads(name) if mesh.get("tp") == 4 and "gpt" not in name else {}
+                    words = (name, attention, composition, "kv2" if few else "", "recompute" if recompute else "")
+                    plan = family.plan(composition, recompute=recompute)
+                    yield " ".join(filter(None, words)), family, {**chosen, **few}, plan
 
 
-def _eight_heads(name: str) -> dict[str, int]:
-    return {"num_attention_heads": 8} if name.startswith("hf-") else {"n_heads": 8}
+def _few_heads(name: str) -> dict[str, int]:
+    """8 heads on 2 kv heads: four tp ranks hold each kv head twice, and cut everything else evenly or not at all."""
+    return {"num_attention_heads" if name.startswith("hf-") else "n_heads": 8, "vocab_size": 128}
 
 
 def main(words: list[str]) -> int:

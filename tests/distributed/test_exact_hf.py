@@ -18,7 +18,7 @@ def _ranks(pool):
     ("family", "composition", "attention", "changes", "recompute"),
     [
         ("hf-llama", "dp_shard2 x tp2+sp", "sdpa", {"tie_word_embeddings": True}, False),
-        ("hf-llama", "tp4", "eager", {"num_attention_heads": 8}, True),
+        ("hf-llama", "tp4", "eager", {"num_attention_heads": 8, "vocab_size": 128}, True),
         ("hf-qwen3", "tp2+sp", "eager", {}, True),
         ("hf-qwen3", "dp_replicate2 x dp_shard2", "sdpa", {}, False),
         ("hf-gemma2", "dp_shard2 x tp2+sp", "eager", {}, True),
