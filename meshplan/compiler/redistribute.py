@@ -195,6 +195,7 @@ class Redistributing(Known):
             self._record(here, move, where)
 
     def _record(self, site: Site, move: Move, where: Where | None) -> None:
-        self._refuse_in_checkpoint(f"{site} goes {move.src} -> {move.dst} on {move.axis}", site.module, where)
+        if boundary.collectives_of(move.src, move.dst)[0]:
+            self._refuse_in_checkpoint(f"{site} goes {move.src} -> {move.dst} on {move.axis}", site.module, where)
         self.result.moves.append((site, move, where))
         self.result.invocations.owners.append(self.result.invocations.current(site.module, self.frames.stack))

@@ -15,6 +15,7 @@ Drawn for two ranks holding shards a, b of a value, or summands p, q:
     N -> S(d)     slice                        none
     I -> P        kept on rank 0, zero elsewhere   identity
     R -> P        kept on rank 0, zero elsewhere   kept on rank 0, zero elsewhere
+    N -> P        kept on rank 0, zero elsewhere   none
     P -> A        times n                      times n          (a sum seen as a mean over the axis)
     A -> I        all_reduce / n               divided by n
 
@@ -97,6 +98,7 @@ MOVES: dict[tuple[str, str], tuple[Half, Half]] = {
     ("N", "S"): (_slice, _pad),
     ("I", "P"): (_first, _identity),
     ("R", "P"): (_first, _first),
+    ("N", "P"): (_first, _first),
     ("P", "A"): (_times_n, _times_n),
     ("A", "I"): (_mean, _over_n),
     ("A", "N"): (_mean, _over_n),
@@ -139,7 +141,7 @@ class BoundMove:
         self.out, self.back = halves(src, dst, group)
         self.group, self.dim, self.size = group, dim, size
         # Cutting a tensor that carries no gradient is plain slicing, and integers cannot pass a Function's gradient.
-        self.recorded = (src, dst) != ("N", "S")
+        self.recorded = (src, dst) not in (("N", "S"), ("N", "P"))
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self.recorded:
