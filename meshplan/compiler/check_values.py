@@ -231,7 +231,8 @@ def _compare(use: Use, one: _Ran, ranks: list[_Ran], local: list[list[tuple[int,
                 float("inf"),
             )
         if use.name not in UNSET:
-            found = _differs(gather(got, kind, want.shape), want, f"{where} is not {user_letter(kind)}", tolerance(want))
+            what = f"{where} is not {user_letter(kind)}"
+            found = _differs(gather(got, kind, want.shape), want, what, tolerance(want))
             if found:
                 return found
     loosest = max(map(tolerance, one.outs), default=0.0)  # a float32 result rounds what flows back through it

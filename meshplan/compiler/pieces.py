@@ -69,7 +69,8 @@ def gather(parts: Sequence[Tensor], kind: Kind, whole: Sequence[int]) -> Tensor 
     if isinstance(kind, Shard) and kind.copies > 1:
         owned = [parts[i : i + kind.copies] for i in range(0, len(parts), kind.copies)]
         ones = [gather(same, I, whole) for same in owned]
-        return None if any(one is None for one in ones) else gather([o for o in ones if o is not None], Shard(kind.dim), whole)
+        agreed = [one for one in ones if one is not None]
+        return gather(agreed, Shard(kind.dim), whole) if len(agreed) == len(ones) else None
     if isinstance(kind, Shard):
         n = len(parts)
         sizes = [chunk_sizes(p, n) for p in kind.parts or (whole[kind.dim],)]
@@ -95,8 +96,8 @@ def gather_gradient(parts: Sequence[Tensor], kind: Kind, whole: Sequence[int]) -
 
 
 def apart(a: Tensor, b: Tensor, floor: float = 1.0) -> float:
-    """Largest difference relative to the largest value of `b`, or to `floor` if that is larger; nan and infinity must be
-    in the same places."""
+    """Largest difference relative to the largest value of `b`, or to `floor` if that is larger; nan and infinity must
+    be in the same places."""
     if a.numel() == 0:
         return 0.0
     if not (a.is_floating_point() or a.is_complex()):

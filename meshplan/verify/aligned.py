@@ -8,36 +8,25 @@ reduce parameters, ranks hold them whole, and their gradients are summands over 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from meshplan import compat
-from meshplan.compiler.compile import compile_core
 from meshplan.compiler.kinds import I, Kind, N, R
 from meshplan.compiler.lowered import Core
-from meshplan.compiler.pieces import random, tolerance
-from meshplan.compiler.uses import Decided, settled
+from meshplan.compiler.pieces import tolerance
+from meshplan.compiler.uses import Decided
 from meshplan.errors import PlanError
-from meshplan.lowering.recompute import recompute_arounds
-from meshplan.lowering.tensor import bind_program
 from meshplan.mesh.spec import MeshSpec
-from meshplan.mesh.streams import stream_key
-from meshplan.ops.dropout import DropoutStreams
-from meshplan.plan.placements import Shard
 from meshplan.plan.plan import Plan
-from meshplan.runtime.meta import materialise
-from meshplan.runtime.module import in_step
 from meshplan.runtime.simulated import SimulatedGroups, World
-from meshplan.verify.dropout import single_device_dropout
 from meshplan.verify.inputs import make_batch
 from meshplan.verify.job import in_dtype
-from meshplan.verify.layouts import distance, infer, show, take, take_gradient
-from meshplan.verify.watching import Log, Values, watch
+from meshplan.verify.layouts import distance, infer, show, take
+from meshplan.verify.simulate import Run, cores_of, randomised, run_rank, run_single
 
 RTOL = 1e-9
 SMALL = 1e-6
@@ -51,12 +40,6 @@ class Aligned:
     gradients: int
     parameters: int
     distance: float
-
-
-@dataclass(frozen=True)
-class _Run:
-    log: Log
-    grads: dict[str, Tensor]
 
 
 def align(
@@ -81,126 +64,21 @@ def align(
     raises.
     """
     spec = MeshSpec.resolve(plan.mesh, world_size)
-    single = _randomised(model, seed)
+    single = randomised(model, seed)
     batch = in_dtype(make_batch(plan.inputs, spec, single, seed) if inputs is None else inputs, torch.float64)
-    cores = _cores(single, plan, spec, batch, world_size)
+    cores = cores_of(single, plan, spec, batch, world_size)
     claims = {d.call.index: d for d in cores[0].program.decided}
     if tamper is not None:
         cores = [tamper(core) for core in cores]
     spec, axes = cores[0].spec, cores[0].program.axes
-    one, cotangents = _run_single(single, batch, seed)
-    groups_world = World(world_size)
+    one, cotangents = run_single(single, batch, seed)
+    world = World(world_size)
 
-    def work(rank: int) -> _Run:
-        return _run_rank(single, cores[rank], batch, cotangents, SimulatedGroups(spec, rank, world=groups_world), seed)
+    def work(rank: int) -> Run:
+        return run_rank(single, cores[rank], batch, cotangents, SimulatedGroups(spec, rank, world=world), seed)
 
-    ranks = groups_world.run(work)
+    ranks = world.run(work)
     return _Comparison(one, ranks, claims, cores[0], axes, spec).run()
-
-
-def _randomised(model: nn.Module, seed: int) -> nn.Module:
-    """A float64 copy with every parameter random: zeros and ones would hide errors."""
-    made = copy.deepcopy(model)
-    if any(p.is_meta for p in made.parameters()):
-        materialise(made, "cpu")
-    made = made.double()
-    with torch.no_grad():
-        for name, p in made.named_parameters():
-            generator = torch.Generator().manual_seed(stream_key(seed, "aligned", name))
-            p.copy_(0.3 * random(p.shape, p.dtype, generator) + (0.5 if p.dim() == 1 else 0.0))
-    return made
-
-
-def _cores(model: nn.Module, plan: Plan, spec: MeshSpec, batch: Mapping[str, Any], world: int) -> list[Core]:
-    """The program of each rank; one for all where every split is even."""
-    first = compile_core(model, plan, spec, batch, 0, check="off", fold=False)
-    if not _uneven(first):
-        return [first] * world
-    return [first, *(compile_core(model, plan, spec, batch, r, check="off", fold=False) for r in range(1, world))]
-
-
-def _uneven(core: Core) -> bool:
-    degrees = [core.spec.degree(axis) for axis in core.program.axes]
-    moved = [(b.move.size, core.spec.degree(b.move.axis)) for b in core.program.boundaries]
-    moved += [(p.shape[s.dim], core.spec.degree(axis)) for p in core.params.values() for axis, s in p.shards]
-    placed = [
-        (leaf.shape[kind.dim], n)
-        for example in core.examples.values() for leaf in example.leaves if leaf.shape
-        for kind, n in zip(leaf.kinds, degrees, strict=True) if isinstance(kind, Shard)
-    ]  # fmt: skip
-    return any(size % n for size, n in moved + placed)
-
-
-def _run_single(model: nn.Module, batch: Mapping[str, Any], seed: int) -> tuple[_Run, list[Tensor | None]]:
-    log, inputs = Log(), _copied(batch)
-    with single_device_dropout(model, seed) as streams:
-        streams.begin_step()
-        with Values(log):
-            out = model(**inputs)
-    log.open = False
-    outs = [x for x in compat.flatten(out)[0] if isinstance(x, Tensor)]
-    generator = torch.Generator().manual_seed(stream_key(seed, "cotangents"))
-    cotangents = [random(o.shape, o.dtype, generator) if o.requires_grad else None for o in outs]
-    pulled = [(o, g) for o, g in zip(outs, cotangents, strict=True) if g is not None]
-    torch.autograd.backward([o for o, _ in pulled], [g for _, g in pulled])
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for p in model.parameters():
-        p.grad = None
-    return _Run(log, grads), cotangents
-
-
-def _run_rank(
-    single: nn.Module,
-    core: Core,
-    batch: Mapping[str, Any],
-    cotangents: Sequence[Tensor | None],
-    groups: SimulatedGroups,
-    seed: int,
-) -> _Run:
-    rank, spec, axes = groups.rank, core.spec, core.program.axes
-    model, log, streams = _local_model(single, core, rank), Log(), DropoutStreams(seed)
-    arounds = recompute_arounds(core.bound, streams)
-    inner = arounds.get("")
-    arounds[""] = lambda run, args, kwargs: in_step(run if inner is None else lambda *a, **k: inner(run, a, k))(
-        *args, **kwargs
-    )
-    bind_program(model, core, groups, streams, arounds, False)
-    watch(model, log)
-    streams.begin_step()
-    local = {}
-    for name, value in batch.items():
-        leaves, structure = compat.flatten(value)
-        kinds = [leaf.kinds for leaf in core.examples[name].leaves]
-        cut = [take(x, k, axes, spec, rank) if isinstance(x, Tensor) else x for x, k in zip(leaves, kinds, strict=True)]
-        local[name] = compat.unflatten(cut, structure)
-    out = model(**local)
-    log.open = False
-    outs = [x for x in compat.flatten(out)[0] if isinstance(x, Tensor)]
-    layouts = [tuple(map(settled, kinds)) for _, kinds, _, _ in core.program.outputs]
-    pulled = [
-        (o, take_gradient(g, kinds, axes, spec, rank))
-        for o, g, kinds in zip(outs, cotangents, layouts, strict=True) if g is not None
-    ]  # fmt: skip
-    torch.autograd.backward([o for o, _ in pulled], [g for _, g in pulled])
-    return _Run(log, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-
-
-def _local_model(single: nn.Module, core: Core, rank: int) -> nn.Module:
-    """A copy that holds this rank's shards as plain parameters."""
-    memo: dict[int, Any] = {}
-    for name, p in single.named_parameters():
-        shards = dict(core.params[name].shards)
-        kinds: list[Kind] = [shards.get(axis, N) for axis in core.program.axes]
-        memo[id(p)] = nn.Parameter(take(p.detach(), kinds, core.program.axes, core.spec, rank), p.requires_grad)
-    return copy.deepcopy(single, memo)
-
-
-def _copied(batch: Mapping[str, Any]) -> dict[str, Any]:
-    out = {}
-    for name, value in batch.items():
-        leaves, structure = compat.flatten(value)
-        out[name] = compat.unflatten([x.clone() if isinstance(x, Tensor) else x for x in leaves], structure)
-    return out
 
 
 class _Comparison:
@@ -208,8 +86,8 @@ class _Comparison:
 
     def __init__(
         self,
-        one: _Run,
-        ranks: list[_Run],
+        one: Run,
+        ranks: list[Run],
         claims: Mapping[int, Decided],
         core: Core,
         axes: tuple[str, ...],
@@ -244,7 +122,7 @@ class _Comparison:
     def _results(self, i: int) -> None:
         for k, want in enumerate(self.one.log.entries[i].outs):
             kinds = self._claimed(i, k)
-            if kinds is None or self._unset(i):
+            if "empty" in self.one.log.entries[i].name:  # no values yet
                 continue
             values = [r.log.entries[i].outs[k] for r in self.ranks]
             apart_by = distance(values, kinds, self.axes, self.spec, want, floor=SMALL)
@@ -259,8 +137,6 @@ class _Comparison:
         entry = self.one.log.entries[i]
         for k, want in entry.grads.items():
             kinds = self._claimed(i, k)
-            if kinds is None:
-                continue
             checked += 1
             parts = [r.log.entries[i] for r in self.ranks]
             values = [e.grads.get(k, torch.zeros_like(e.outs[k])) for e in parts]
@@ -286,14 +162,10 @@ class _Comparison:
             )  # fmt: skip
         self.worst = max(self.worst, apart_by)
 
-    def _claimed(self, i: int, k: int) -> tuple[Kind, ...] | None:
-        """The layout of result `k` of call `i`; replicated where the call was found to be a constant; None where the
-        rank's part of a constant is its own affair."""
+    def _claimed(self, i: int, k: int) -> tuple[Kind, ...]:
+        """The layout of result `k` of call `i`; replicated where the call was found to be a constant."""
         found = self.claims.get(i)
         return (N,) * len(self.axes) if found is None else found.outs[k]
-
-    def _unset(self, i: int) -> bool:
-        return "empty" in self.one.log.entries[i].name
 
     def _error(self, i: int, what: str, apart_by: float) -> PlanError:
         found = self.claims.get(i)
