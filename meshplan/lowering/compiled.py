@@ -7,7 +7,6 @@ in backward is the compiled program. FSDP2's own hooks stand outside of both.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,10 +57,10 @@ def _options(section: Compile) -> dict[str, Any]:
 def _compiled_inside(around: Around, section: Compile) -> Around:
     made: Callable[..., Any] | None = None
 
-    def compiled(run: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compiled(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal made
         if made is None:
-            # Of a bound method torch guards the module's structure, not its identity: equal layers share one program.
+            # `run` is a bound method, of which torch guards the structure, not the identity: equal layers share one program.
             made = torch.compile(run, **_options(section))
         return around(made, args, kwargs)
 
