@@ -60,7 +60,7 @@ def _compiled_inside(around: Around, section: Compile) -> Around:
     def compiled(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal made
         if made is None:
-            # `run` is a bound method, of which torch guards the structure, not the identity: equal layers share one program.
+            # Of `run`, a bound method, torch guards the structure and not the identity: equal layers share a program.
             made = torch.compile(run, **_options(section))
         return around(made, args, kwargs)
 
