@@ -95,7 +95,7 @@ def run_demo(out: Path, names: Sequence[str], steps: int, console: Console, seed
     if steps < FEWEST_STEPS:
         raise PlanError(f"{steps} steps are too few to time", code="bad-value", legal=f"at least {FEWEST_STEPS} steps")
     shown = []
-    with RankPool(WORLD, timeout=TIMEOUT) as pool:
+    with RankPool(WORLD) as pool:
         for name in names:
             folder = out / name
             folder.mkdir(parents=True, exist_ok=True)
@@ -125,9 +125,9 @@ def _show(case: Case, folder: Path, steps: int, seed: int, pool: RankPool, conso
     _head(console, "training", f"{steps} steps of {BATCH} x {SEQ_LEN} bytes of Python's own sources, in float32")
     progress = folder / "progress"
     with progress_bar(console, f"{ALONE:<10}", steps, progress):
-        alone: Trained = pool.run(train_alone, case, steps, seed, progress, world=1)[0]
+        alone: Trained = pool.run(train_alone, case, steps, seed, progress, world=1, timeout=TIMEOUT)[0]
     with progress_bar(console, f"{RANKS:<10}", steps, progress):
-        every: list[Trained] = pool.run(train_on_rank, case, steps, seed, progress)
+        every: list[Trained] = pool.run(train_on_rank, case, steps, seed, progress, timeout=TIMEOUT)
     losses = {ALONE: alone.losses, RANKS: tuple(map(fmean, zip(*(one.losses for one in every), strict=True)))}
     speed = {ALONE: alone.tokens_per_second, RANKS: min(one.tokens_per_second for one in every)}  # the slowest tells
 

@@ -11,6 +11,14 @@ from meshplan.cli.main import PLAN_ERROR, app
 from meshplan.verify.receipt import Check, Receipt
 
 
+@pytest.fixture(scope="module", autouse=True)
+def warm_ranks(pool):
+    """The demo's four ranks are the session's, which are warm."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "RankPool", lambda n: _Borrowed(pool))
+        yield
+
+
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
     """(what the demo of the transformers model printed as JSON, its folder): the shorter of the two models."""
@@ -53,10 +61,8 @@ def test_every_file_named_was_written_and_holds_what_it_says(shown):
     assert (folder / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_story_runs_from_ranks_over_graph_and_proof_to_curves(monkeypatch, tmp_path, pool):
-    # The session's warm ranks instead of four new ones, and the tiny model instead of the demo's.
-    monkeypatch.setattr(run, "RankPool", lambda *a, **k: _Borrowed(pool))
-    own = run.own_llama
+def test_the_story_runs_from_ranks_over_graph_and_proof_to_curves(monkeypatch, tmp_path):
+    own = run.own_llama  # of the same names, but tiny
     monkeypatch.setattr(run, "own_llama", lambda: run.Case(**{**vars(own()), "model": "llama-tiny"}))
     result = CliRunner().invoke(app, ["demo", "--model", "llama", "--steps", "5", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output

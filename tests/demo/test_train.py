@@ -33,7 +33,7 @@ def test_one_device_reports_every_step_and_learns(tmp_path):
 
 def test_four_ranks_follow_one_device(pool, tmp_path):
     alone = train_alone(CASE, STEPS, 3, tmp_path / "alone")
-    ranks = pool.run(train_on_rank, CASE, STEPS, 3, tmp_path / "ranks")
+    ranks = pool.run(train_on_rank, CASE, STEPS, 3, tmp_path / "ranks", timeout=250)
     mean = [fmean(step) for step in zip(*(one.losses for one in ranks), strict=True)]
     # float32, and a sum in another order: a few units in the last place, grown over five steps of AdamW.
     assert mean == pytest.approx(alone.losses, abs=2e-5)
