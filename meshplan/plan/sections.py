@@ -30,7 +30,7 @@ METHODS = ("ring", "ulysses", "allgather", "hybrid")
 BALANCES = ("zigzag", "contiguous")
 DISPATCHES = ("auto", "alltoall", "allgather", "fused")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
-POLICIES = ("full", "selective", "none")
+POLICIES = ("full", "none")
 GATHERS = ("save", "regather")
 
 
@@ -218,8 +218,7 @@ class Recompute(Section):
 
     Attributes:
         units: the modules concerned, with all inside them, by path pattern.
-        policy: `full` keeps only a unit's inputs; `selective` also keeps results of matrix products and attention;
-            `none` recomputes nothing.
+        policy: `full` keeps only a unit's inputs, `none` recomputes nothing.
         gather: under `none`, what is kept of a sequence that was gathered at a module's input: `regather` keeps this
             rank's shard and gathers it once more in backward. A recomputed unit gathers again whatever this says.
     """

@@ -12,7 +12,7 @@ EXAMPLES = [
     Context(("a",), "hybrid", "contiguous", inner=8),
     Experts(("moe",), ep=4, etp=2, dispatch="alltoall"),
     Pipeline("interleaved_1f1b", 8, ("layers.4", "layers.8"), chunks=2),
-    Recompute(("layers.*",), "selective", "regather"),
+    Recompute(("layers.*",), "none", "regather"),
     Recompute(("layers.*",), "none", "regather"),
     Compile(("layers.*",), "aot_eager", False),
 ]

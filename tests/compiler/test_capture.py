@@ -1,0 +1,87 @@
+"""The single-device program as a list of calls: what is recorded, what is computed for real, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshplan.compiler.capture import Trace, capture
+from meshplan.compiler.skeleton import fake_copy, fake_world
+from meshplan.errors import PlanError
+
+
+def traced(model: nn.Module, **shapes: tuple[int, ...]) -> Trace:
+    with fake_world() as mode:
+        skeleton = fake_copy(model, mode)
+        with mode:
+            inputs = {name: torch.empty(shape) for name, shape in shapes.items()}
+        return capture(skeleton, mode, (), inputs)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.up(x)
+        positions = torch.arange(y.shape[1])
+        if (positions >= 0).all():  # a constant: read for real, as in a real run
+            y = y + positions
+        return y[:, :3].sum()
+
+
+def test_calls_in_order_with_their_modules_and_lines():
+    trace = traced(Counts(), x=(5, 4))
+    assert [(c.module, c.name) for c in trace.calls] == [
+        ("up", "linear"),
+        ("", "arange"),
+        ("", "ge"),
+        ("", "all"),
+        ("", "add"),
+        ("", "__getitem__"),
+        ("", "sum"),
+    ]
+    assert trace.reads == [("__bool__", True)]
+    where = trace.calls[4].where
+    assert where is not None and where.file == __file__ and "y + positions" in open(__file__).read().splitlines()[where.line - 1]
+    assert [c.ordinal for c in trace.calls if c.module == ""] == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_users_model_and_generator_are_untouched():
+    model = Counts()
+    before = torch.random.get_rng_state()
+    weight = model.up.weight.detach().clone()
+    traced(model, x=(5, 4))
+    assert model.calls == 0 and not model._forward_pre_hooks and not model.up._forward_hooks
+    assert torch.equal(torch.random.get_rng_state(), before) and torch.equal(model.up.weight, weight)
+
+
+class Reads(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.max().item() > 0 else x
+
+
+def test_reading_data_on_the_host_is_refused_with_the_line():
+    with pytest.raises(PlanError) as refused:
+        traced(Reads(), x=(3,))
+    error = refused.value
+    assert error.code == "host-read" and error.where is not None and error.where.file == __file__
+    assert "x.max().item()" in open(__file__).read().splitlines()[error.where.line - 1]
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        y += 2
+        return y * y
+
+
+def test_writing_in_place_makes_a_new_value():
+    trace = traced(InPlace(), x=(2,))
+    first, second, third = trace.calls
+    assert second.in_place and second.ins == first.outs and second.outs != first.outs
+    assert third.ins == second.outs * 2

@@ -1,0 +1,59 @@
+"""Gradients are packed into buckets of one dtype, reduced once, and never reduced twice."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from meshplan.runtime.comm import AxisGroup
+from meshplan.runtime.gradients import Gradients, Reduction, bucket_sizes
+
+
+def test_buckets_hold_one_dtype_and_a_limit():
+    sizes = [(10, "float32"), (5, "float32"), (4, "float64"), (2, "float64"), (100, "float64"), (1, "float32")]
+    assert bucket_sizes(sizes, limit=80) == [
+        (2, 15, "float32"),
+        (2, 6, "float64"),
+        (1, 100, "float64"),  # larger than the limit: a bucket of its own
+        (1, 1, "float32"),
+    ]
+    assert bucket_sizes([]) == []
+
+
+class Doubling(AxisGroup):
+    """A group whose all_reduce doubles: two ranks with equal contributions."""
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return x * 2
+
+
+def backward(p: nn.Parameter, gradients: Gradients, factor: float) -> None:
+    out = p.sum() * factor
+    gradients.watch(out)
+    out.backward()
+
+
+def test_a_second_backward_reduces_only_what_it_added():
+    p = nn.Parameter(torch.ones(3))
+    gradients = Gradients([Reduction((p,), (Doubling("tp", 2, 0),), None)])
+    backward(p, gradients, 1.0)
+    assert p.grad is not None and torch.equal(p.grad, torch.full((3,), 2.0))
+    backward(p, gradients, 5.0)
+    assert torch.equal(p.grad, torch.full((3,), 2.0 + 10.0))
+
+
+def test_a_mean_divides_by_the_ranks():
+    p = nn.Parameter(torch.ones(2))
+    gradients = Gradients([Reduction((p,), (), Doubling("dp_shard", 2, 0))])
+    backward(p, gradients, 3.0)
+    assert p.grad is not None and torch.equal(p.grad, torch.full((2,), 3.0))
+
+
+def test_nothing_is_reduced_while_deferred():
+    p = nn.Parameter(torch.ones(2))
+    gradients = Gradients([Reduction((p,), (Doubling("tp", 2, 0),), None)])
+    gradients.accumulating = gradients.deferred = True
+    backward(p, gradients, 1.0)
+    gradients.deferred = False
+    backward(p, gradients, 1.0)
+    assert p.grad is not None and torch.equal(p.grad, torch.full((2,), 4.0))  # (1 + 1) summed once
