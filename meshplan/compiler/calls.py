@@ -58,7 +58,13 @@ class Calls(Redistributing, Arguments):
                 self._label_outputs(rec, out, args, neutral, False, [])
                 return out
         self._open_parameters(tensors, rec.where)
+        written = tensors[0] if rec.in_place else None
         choices, tensors, converts = self._choose(rec, tensors)
+        if written is not None and tensors[0] is not written:
+            raise PlanError(
+                f"{rec.name} writes into {self.show(written)}, and could only write into a redistributed copy of it",
+                code="in-place", where=rec.where, module=rec.module, legal="an out-of-place operation, or another layout",
+            )  # fmt: skip
         for i, t in zip(slots, tensors, strict=True):
             leaves[i] = t
         infos = [self.info(t) for t in tensors]
@@ -84,8 +90,10 @@ class Calls(Redistributing, Arguments):
         self.stack.next_ordinal()
         a, kw = compat.unflatten(run_leaves, run_structure)
         if replacement is not None:
-            with self.result.timeline.operator(rec, self.stack.path):
-                out = self.chooser.run_replacement(replacement, rec, a, kw, self.axes)
+            operator = replacement
+            out = self.result.timeline.operator(
+                rec, self.stack.path, lambda: self.chooser.run_replacement(operator, rec, a, kw, self.axes), tensors_in((a, kw))
+            )
         else:
             out = run_call(rec.func, a, kw, self.stack.path)
         self._label_outputs(rec, out, a, out_kinds, any(i.data for i in infos), infos)

@@ -22,14 +22,18 @@ class Invocations:
         calls: by module path, in order.
         owners: the call of each move, in the order in which moves are recorded.
         edits: (call, module path, edit).
+        quiet: by call, the inputs that carry no gradient: what a move owes to backward does not matter to them.
     """
 
     calls: dict[str, list[int]] = field(default_factory=dict)
     owners: list[int | None] = field(default_factory=list)
     edits: list[tuple[int, str, Edit]] = field(default_factory=list)
+    quiet: dict[int, frozenset[str]] = field(default_factory=dict)
 
-    def entered(self, frame: Frame, handed: int) -> None:
-        """A call begins; the moves from number `handed` on were made of what it is handed."""
+    def entered(self, frame: Frame, handed: int, quiet: Iterable[str]) -> None:
+        """A call begins; the moves from number `handed` on were made of what it is handed, of which `quiet` is without
+        gradient."""
+        self.quiet[frame.serial] = frozenset(quiet)
         self.owners[handed:] = [frame.serial] * (len(self.owners) - handed)
         self.calls.setdefault(frame.path, []).append(frame.serial)
 
@@ -40,21 +44,26 @@ class Invocations:
 
 
 def once(invocations: Invocations, moves: list[Moved]) -> tuple[list[Moved], dict[str, dict[int, Edit]]]:
-    """The moves and the edits of each module's first call, which every other call of it repeats.
+    """The moves and the edits of one call of each module, which every other call of it repeats: the first of those in which
+    most inputs carry gradients.
 
     Raises PlanError `calls-differ` where one does not.
     """
-    first = {path: serials[0] for path, serials in invocations.calls.items()}
+    quiet = invocations.quiet
+    first = {path: min(serials, key=lambda n: len(quiet.get(n, ()))) for path, serials in invocations.calls.items()}
     by_call: dict[tuple[str, int | None], list[Moved]] = {}
     for owner, item in zip(invocations.owners, moves, strict=True):
         by_call.setdefault((item[0].module, owner), []).append(item)
     edits: dict[tuple[str, int], dict[int, Edit]] = {}
     for call, path, edit in invocations.edits:
         edits.setdefault((path, call), {})[edit.ordinal] = edit
-    for path, (head, *others) in invocations.calls.items():
-        for other in others:
-            _check_moves(path, by_call.get((path, head), []), by_call.get((path, other), []))
-            _check_edits(path, edits.get((path, head), {}), edits.get((path, other), {}))
+    for path, serials in invocations.calls.items():
+        head = first[path]
+        for other in serials:
+            if other != head:
+                hushed = quiet.get(other, frozenset())
+                _check_moves(path, by_call.get((path, head), []), by_call.get((path, other), []), hushed)
+                _check_edits(path, edits.get((path, head), {}), edits.get((path, other), {}))
     kept = [
         item
         for owner, item in zip(invocations.owners, moves, strict=True)
@@ -63,12 +72,13 @@ def once(invocations: Invocations, moves: list[Moved]) -> tuple[list[Moved], dic
     return kept, {path: found for (path, call), found in edits.items() if call == first[path]}
 
 
-def _check_moves(path: str, head: list[Moved], other: list[Moved]) -> None:
-    if [_plain(m) for m in head] == [_plain(m) for m in other]:
+def _check_moves(path: str, head: list[Moved], other: list[Moved], quiet: frozenset[str]) -> None:
+    one, two = ([p for p in (_plain(m, quiet) for m in found) if p is not None] for found in (head, other))
+    if one == two:
         return
-    one, two = (", ".join(f"{site.side} {site.key} {m.src} -> {m.dst} on {m.axis}" for site, m, _ in found) for found in (head, other))
+    shown = [", ".join(f"{s.side} {s.key} {m.src} -> {m.dst} on {m.axis}" for s, m, _ in found) for found in (head, other)]
     where = next((where for *_, where in (*other, *head) if where), None)
-    raise _differ(path, f"one needs {one or 'no redistribution'}, another {two or 'none'}", where)
+    raise _differ(path, f"one needs {shown[0] or 'no redistribution'}, another {shown[1] or 'none'}", where)
 
 
 def _check_edits(path: str, head: dict[int, Edit], other: dict[int, Edit]) -> None:
@@ -80,9 +90,13 @@ def _check_edits(path: str, head: dict[int, Edit], other: dict[int, Edit]) -> No
             raise _differ(path, f"{found.func} runs differently on shards in one than in another", found.where)
 
 
-def _plain(item: Moved) -> tuple[Any, ...]:
+def _plain(item: Moved, quiet: frozenset[str]) -> tuple[Any, ...] | None:
     site, move, _ = item
-    return site, move.axis, move.src, move.dst, move.dim, move.size
+    src, dst = move.src, move.dst
+    if site.side == "input" and site.key in quiet:
+        # I, R and N differ in backward only.
+        src, dst = ("N" if kind in "IR" else kind for kind in (src, dst))
+    return None if src == dst == "N" else (site, move.axis, src, dst, move.dim, move.size)
 
 
 def _change(edit: Edit | None) -> tuple[Any, ...] | None:

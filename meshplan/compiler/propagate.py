@@ -50,7 +50,8 @@ class Propagation(Calls, TorchFunctionMode):
         if self.frames.stack:
             self.result.calls.add((self.stack.path, path))
         frame = self.frames.enter(path)
-        self.result.invocations.entered(frame, handed)
+        hushed = [key for key, x in zip(keys, leaves, strict=True) if isinstance(x, Tensor) and not x.requires_grad]
+        self.result.invocations.entered(frame, handed, hushed)
         self.stack.enter(path)
         for key, x in zip(keys, moved, strict=True):
             if isinstance(x, Tensor):

@@ -5,8 +5,7 @@ Autograd runs nodes in the reverse of their creation, so the backward order foll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,9 +154,20 @@ class Timeline:
         self.events.append(Event("move", site.module, forward, back, mate is not None, site, what, tensor, where))
         return out
 
-    @contextmanager
-    def operator(self, call: Any, module: str) -> Iterator[None]:
-        """Around a semantic operator: whatever it sends forward is heard."""
+    def operator(self, call: Any, module: str, run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
+        """Run one semantic operator on `inputs` and note what it sends; its own backward is run on the result's like."""
         self._heard.clear()
-        yield
-        self.events.append(Event("operator", module, tuple(self._heard), (), False, None, call.name, "", call.where))
+        start = len(self.events)
+        out = run()
+        forward = tuple(self._heard)
+        self._heard.clear()
+        live = [t for t in inputs if t.requires_grad]
+        if out.requires_grad and live:
+            torch.autograd.grad(out, live, torch.empty_like(out), retain_graph=True, allow_unused=True)
+        back = tuple(self._heard)
+        # Before what it saved, for it sends before it saves: a recompute that ends there has sent again.
+        self.events.insert(start, Event("operator", module, forward, back, out.requires_grad, None, call.name, "", call.where))
+        for g in self._live.values():
+            if g.last is not None and g.last >= start:
+                g.last += 1
+        return out
