@@ -380,6 +380,20 @@ in_function_transform = torch._C._are_functorch_transforms_active
 """Whether a transform of `torch.func` (vmap, grad, jvp) is on (private in torch 2.11 to 2.13)."""
 
 
+def returns_gradient(p: torch.Tensor) -> bool:
+    """In a running backward: whether it is a `torch.autograd.grad` that was asked for the gradient of `p`, a leaf.
+
+    torch 2.11 to 2.13: `_will_engine_execute_node` refuses to answer about such a leaf, and only then.
+    """
+    if not p.requires_grad:
+        return False
+    try:
+        torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(p).node)
+    except RuntimeError:
+        return True
+    return False
+
+
 def accumulates(leaf: Any) -> bool:
     """In a running backward: whether it adds to `.grad` of leaves (`backward`) rather than returning gradients
     (`torch.autograd.grad`).
@@ -458,3 +472,24 @@ def real_strided_offsets() -> Iterator[None]:
         yield
     finally:
         _StridedShard.local_shard_size_and_offset = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def no_device_context() -> Iterator[None]:
+    """Put aside the default-device contexts (`with torch.device(...)`) of the caller: a new one goes to the bottom of the
+    stack of function modes, so that those would win over it. Private: the mode stack and `DeviceContext`."""
+    from torch.utils._device import DeviceContext
+
+    held: list[Any] = []
+    while torch._C._len_torch_function_stack():
+        held.append(torch._C._pop_torch_function_stack())
+    for mode in reversed(held):
+        if not isinstance(mode, DeviceContext):
+            torch._C._push_on_torch_function_stack(mode)
+    try:
+        yield
+    finally:
+        while torch._C._len_torch_function_stack():
+            torch._C._pop_torch_function_stack()
+        for mode in reversed(held):
+            torch._C._push_on_torch_function_stack(mode)

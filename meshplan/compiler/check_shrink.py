@@ -156,7 +156,9 @@ def _accepted(use: Use, new: Use) -> bool:
 def _results(use: Use) -> list[tuple[int, ...]] | None:
     """Shapes of the call's results, on tensors without values; None where it refuses."""
     tensors = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in use.tensors]
-    args, kwargs = use.arguments(tensors)
+    # Where the call says a device, here it is that of the tensors.
+    leaves = tuple(torch.device("meta") if isinstance(x, torch.device) else x for x in use.leaves)
+    args, kwargs = replace(use, leaves=leaves).arguments(tensors)
     if not tensors:
         kwargs = {**kwargs, "device": "meta"}
     try:

@@ -24,7 +24,8 @@ from meshplan.compiler.lowered import Boundary, Core, ParamPlan, Program
 from meshplan.compiler.precision import Precision
 from meshplan.compiler.propagate import Pass, Propagation
 from meshplan.compiler.examples import Example, example_inputs
-from meshplan.compiler.repeats import Equals, FullTraceNeeded, equal_layers, moved_path
+from meshplan.compiler.expand import expand_repeats
+from meshplan.compiler.repeats import Equals, FullTraceNeeded, equal_layers
 from meshplan.compiler.sites import Decisions
 from meshplan.compiler.skeleton import fake_copy, fake_world
 from meshplan.compiler.strategies import Chooser
@@ -218,48 +219,6 @@ def _one_pass(
     if run.cursor != len(trace.calls):
         raise run.diverged("its forward ends")
     return run
-
-
-def expand_repeats(result: Pass, settled: Decisions) -> None:
-    """Write out, for every module whose equal stood for it, what was found for that equal."""
-    for new, old in dict.fromkeys(result.repeats):
-        if new == old:  # a later call of the module itself
-            continue
-
-        def here(path: str, old: str = old, new: str = new) -> str | None:
-            return moved_path(path, old, new)
-
-        # What is moved on the way into and out of an equal was recorded for each of them: only its inside was skipped.
-        own = {(site, move) for site, move, _ in result.moves if site.module == new}
-        for site, move, where in list(result.moves):
-            path = here(site.module)
-            if path is not None:
-                key = (here(site.key) or site.key) if site.side == "param" else site.key
-                copied = replace(site, module=path, key=key)
-                if (copied, move) in own:
-                    continue
-                result.moves.append((copied, move, where))
-                if site in result.shared:
-                    result.shared.add(copied)
-                if site in settled.implicit:
-                    settled.implicit[copied] = settled.implicit[site]
-        for path, edits in list(result.edits.items()):
-            if (moved := here(path)) is not None:
-                result.edits[moved] = {n: _moved_edit(e, here) for n, e in edits.items()}
-        for (path, name, axis), pending in list(result.param_use.items()):
-            if (moved := here(path)) is not None:
-                result.param_use[moved, here(name) or name, axis] = pending
-        for path, side, key, shape, kinds in list(result.layouts):
-            if (moved := here(path)) is not None and path != old:
-                result.layouts.append((moved, side, key, shape, kinds))
-        result.calls |= {(here(a), here(b)) for a, b in result.calls if here(a) is not None and here(b) is not None}  # type: ignore[misc]
-
-
-def _moved_edit(edit: Edit, here: Callable[[str], str | None]) -> Edit:
-    if edit.replacement is None:
-        return edit
-    settings = tuple((k, here(v) or v) if k == "module" else (k, v) for k, v in edit.replacement.settings)
-    return replace(edit, replacement=replace(edit.replacement, settings=settings))
 
 
 def _program(bound: Bound, result: Pass, settled: Decisions, axes: list[Axis], examples: dict[str, Example]) -> Program:

@@ -19,6 +19,7 @@ from meshplan.compiler.rules.views import dim_groups
 from meshplan.errors import PlanError
 from meshplan.mesh.spec import MeshSpec
 from meshplan.plan.placements import Shard
+from meshplan.runtime.comm import chunk_sizes
 
 VIEWS = frozenset({"view", "reshape", "unflatten"})
 
@@ -82,13 +83,21 @@ def split_spec(
             spec = spec.split_axis(axis.name, {pieces: axis.degree // n, rest: n})
             for name, own in kinds.items():
                 shard = own[k]
-                if isinstance(shard, Shard) and (shard.parts or params[name].shape[shard.dim] % (axis.degree // shard.copies)):
+                if isinstance(shard, Shard) and not _cut_alike(shard, params[name].shape[shard.dim], axis.degree // n, n):
                     raise PlanError(
                         f"{name} {list(params[name].shape)} is not cut evenly by {axis.name} {axis.degree}, which few heads make "
                         f"{axis.degree // n} x {n} ranks", code="uneven-beside-copies", where=params[name].where,
                         module=name.rpartition(".")[0], legal=f"sizes that {axis.degree} divides, or R for this parameter",
                     )  # fmt: skip
     return spec
+
+
+def _cut_alike(shard: Shard, size: int, pieces: int, copies: int) -> bool:
+    """Whether the two axes in turn cut a dim of `size` as the whole axis does at once."""
+    if shard.copies > 1:
+        return size % pieces == 0
+    in_turn = [part for piece in chunk_sizes(size, pieces) for part in chunk_sizes(piece, copies)]
+    return shard.parts is None and in_turn == chunk_sizes(size, pieces * copies)
 
 
 def with_copies(

@@ -66,6 +66,7 @@ def fake_world() -> Iterator[torch.utils._python_dispatch.TorchDispatchMode]:
     """A FakeTensorMode in which the model's stray real constants are accepted, and the random state is put back."""
     state = torch.random.get_rng_state()
     try:
-        yield compat.fake_tensor_mode()
+        with compat.no_device_context():
+            yield compat.fake_tensor_mode()
     finally:
         torch.random.set_rng_state(state)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshplan import compat
+from meshplan.errors import PlanError
 from meshplan.runtime.comm import AxisGroup
 
 BUCKET_BYTES = 64 * 2**20
@@ -62,6 +63,11 @@ class Gradients:
             x.register_hook(self._arrived)
 
     def _arrived(self, grad: Tensor) -> None:
+        if any(compat.returns_gradient(p) for r in self.reductions for p in r.params):
+            raise PlanError(
+                "torch.autograd.grad returns this rank's part of gradients that are partial over mesh axes", code="autograd-grad",
+                legal="loss.backward(), which leaves whole gradients in p.grad",
+            )  # fmt: skip
         self.begin()
 
     def begin(self) -> None:

@@ -85,3 +85,11 @@ def test_writing_in_place_makes_a_new_value():
     first, second, third = trace.calls
     assert second.in_place and second.ins == first.outs and second.outs != first.outs
     assert third.ins == second.outs * 2
+
+
+def test_a_default_device_of_the_caller_does_not_reach_the_trace():
+    with torch.device("meta"):
+        model = Counts()
+        trace = traced(model, x=(5, 4))
+        assert torch.empty(1).is_meta  # and it is there again afterwards
+    assert {t.device.type for t in trace.values} == {"cpu"}

@@ -88,6 +88,12 @@ def test_a_number_that_names_a_dim_is_left_alone() -> None:
     assert small is not None and small.leaves[1] == 2
 
 
+def test_a_call_that_names_a_device_shrinks_too() -> None:
+    made = use(T.to, f(4, 9000), torch.device("cpu"), torch.float32, ins=[Shard(0)], outs=[Shard(0)], n=2)
+    small = shrink(made)
+    assert small is not None and small.tensors[0].shape[1] < 10 and small.leaves[1] == torch.device("cpu")
+
+
 def test_a_small_use_is_its_own_relative() -> None:
     made = use(F.embedding, ids(3, 4), f(7, 5), ins=[R, Shard(0)], outs=[P], n=2, replace="embedding")
     assert shrink(made) is made

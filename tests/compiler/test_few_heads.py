@@ -62,8 +62,15 @@ def test_training_equals_one_device(pool, kv, tp):
     assert receipt.passed, str(receipt)
 
 
-def test_a_vocabulary_that_the_ranks_do_not_divide_is_refused_beside_copies():
+def test_sizes_that_two_axes_cut_elsewhere_than_one_are_refused():
+    # 37 over 4 is 10 + 10 + 10 + 7; over 2 and then 2 it is 19 + 18, hence 10 + 9 + 9 + 9.
     with pytest.raises(mp.PlanError) as refused:
         mp.lower(llama(vocab=37), plan(4), 4)
     assert refused.value.code == "uneven-beside-copies"
     assert refused.value.module in ("tok_embeddings", "output")
+
+
+def test_uneven_sizes_that_are_cut_alike_are_exact(pool):
+    # 39 over 4 is 10 + 10 + 10 + 9, and so it is over 2 and 2.
+    receipt = mp.verify(functools.partial(llama, 2, 39), plan(4), nproc=4)
+    assert receipt.passed, str(receipt)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from meshplan.errors import PlanError
 from meshplan.runtime.comm import AxisGroup
 from meshplan.runtime.gradients import Gradients, Reduction, bucket_sizes
 
@@ -57,3 +59,22 @@ def test_nothing_is_reduced_while_deferred():
     gradients.deferred = False
     backward(p, gradients, 1.0)
     assert p.grad is not None and torch.equal(p.grad, torch.full((2,), 4.0))  # (1 + 1) summed once
+
+
+def test_gradients_that_would_be_returned_partial_are_refused():
+    p = nn.Parameter(torch.ones(3))
+    gradients = Gradients([Reduction((p,), (Doubling("tp", 2, 0),), None)])
+    out = (p * 2).sum()
+    gradients.watch(out)
+    with pytest.raises(PlanError) as refused:
+        torch.autograd.grad(out, [p])
+    assert refused.value.code == "autograd-grad"
+
+
+def test_a_gradient_with_respect_to_something_else_is_returned():
+    p, x = nn.Parameter(torch.ones(3)), torch.ones(3, requires_grad=True)
+    gradients = Gradients([Reduction((p,), (Doubling("tp", 2, 0),), None)])
+    out = (p * x).sum()
+    gradients.watch(out)
+    (grad,) = torch.autograd.grad(out, [x])
+    assert torch.equal(grad, torch.ones(3))
