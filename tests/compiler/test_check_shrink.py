@@ -1,12 +1,14 @@
 """Small relatives of uses: short, unequal, cut as the true ones, and never another question."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from meshplan import compat
 from meshplan.compiler.check_shrink import LIMIT, shrink, small_degree
 from meshplan.compiler.kinds import Kind, P, R
 from meshplan.compiler.uses import Decided, Use, use_of
@@ -16,9 +18,9 @@ from tests.compiler.rules.held import f, ids, record
 T = torch.Tensor
 
 
-def use(func: Any, *args: Any, ins: list[Kind], outs: list[Kind], n: int, replace: str | None = None, **kw: Any) -> Use:
+def use(func: Any, *args: Any, ins: list[Kind], outs: list[Kind], n: int, operator: str | None = None, **kw: Any) -> Use:
     call, trace = record(func, *args, **kw)
-    made = use_of(Decided(call, tuple((k,) for k in ins), tuple((k,) for k in outs), (replace,)), 0, n, trace)
+    made = use_of(Decided(call, tuple((k,) for k in ins), tuple((k,) for k in outs), (operator,)), 0, n, trace)
     assert made is not None
     return made
 
@@ -89,11 +91,12 @@ def test_a_number_that_names_a_dim_is_left_alone() -> None:
 
 
 def test_a_call_that_names_a_device_shrinks_too() -> None:
-    made = use(T.to, f(4, 9000), torch.device("cpu"), torch.float32, ins=[Shard(0)], outs=[Shard(0)], n=2)
-    small = shrink(made)
+    made = use(T.to, f(4, 9000), torch.float32, ins=[Shard(0)], outs=[Shard(0)], n=2)
+    leaves, structure = compat.flatten(((made.leaves[0], torch.device("cpu"), torch.float32), {}))
+    small = shrink(replace(made, leaves=tuple(leaves), structure=structure))
     assert small is not None and small.tensors[0].shape[1] < 10 and small.leaves[1] == torch.device("cpu")
 
 
 def test_a_small_use_is_its_own_relative() -> None:
-    made = use(F.embedding, ids(3, 4), f(7, 5), ins=[R, Shard(0)], outs=[P], n=2, replace="embedding")
+    made = use(F.embedding, ids(3, 4), f(7, 5), ins=[R, Shard(0)], outs=[P], n=2, operator="embedding")
     assert shrink(made) is made

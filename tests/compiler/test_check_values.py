@@ -42,7 +42,7 @@ def test_a_call_that_fails_on_a_rank_is_refuted() -> None:
 
 def test_unequal_valid_tokens_refute_a_mean_that_counts_its_own() -> None:
     own = use(F.cross_entropy, f(6, 7), ids(6), ins=[S0, S0], outs=[A], n=2)
-    whole = use(F.cross_entropy, f(6, 7), ids(6), ins=[S0, S0], outs=[A], n=2, replace="cross_entropy")
+    whole = use(F.cross_entropy, f(6, 7), ids(6), ins=[S0, S0], outs=[A], n=2, operator="cross_entropy")
     assert refute(own) is not None
     assert refute(whole) is None
 
@@ -54,5 +54,5 @@ def test_a_call_that_is_nan_on_normal_numbers_is_checked_on_positive_ones() -> N
 
 def test_the_random_state_is_left_alone() -> None:
     before = torch.random.get_rng_state()
-    refute(use(F.dropout, f(4, 6), 0.5, True, ins=[S0], outs=[S0], n=2, replace="dropout"))
+    refute(use(F.dropout, f(4, 6), 0.5, True, ins=[S0], outs=[S0], n=2, operator="dropout"))
     assert torch.equal(before, torch.random.get_rng_state())
