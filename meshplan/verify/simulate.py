@@ -105,7 +105,7 @@ def run_rank(
     Raises PlanError `not-aligned` where the rank's own code fails.
     """
     rank, spec, axes = groups.rank, core.spec, core.program.axes
-    model, log, streams = _local_model(single, core, rank), Log(), DropoutStreams(seed)
+    model, log, streams = local_model(single, core, rank), Log(), DropoutStreams(seed)
     arounds = recompute_arounds(core.bound, streams)
     inner = arounds.get("")
     arounds[""] = lambda run, args, kwargs: in_step(run if inner is None else lambda *a, **k: inner(run, a, k))(
@@ -144,7 +144,7 @@ def _backward(out: Any, cotangents: Sequence[Tensor | None], core: Core, rank: i
     torch.autograd.backward([o for o, _ in pulled], [g for _, g in pulled])
 
 
-def _local_model(single: nn.Module, core: Core, rank: int) -> nn.Module:
+def local_model(single: nn.Module, core: Core, rank: int) -> nn.Module:
     """A copy that holds this rank's shards as plain parameters."""
     memo: dict[int, Any] = {}
     for name, p in single.named_parameters():

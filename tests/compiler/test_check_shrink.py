@@ -18,7 +18,9 @@ from tests.compiler.rules.held import f, ids, record
 T = torch.Tensor
 
 
-def use(func: Any, *args: Any, ins: list[Kind], outs: list[Kind], n: int, operator: str | None = None, **kw: Any) -> Use:
+def use(
+    func: Any, *args: Any, ins: list[Kind], outs: list[Kind], n: int, operator: str | None = None, **kw: Any
+) -> Use:
     call, trace = record(func, *args, **kw)
     made = use_of(Decided(call, tuple((k,) for k in ins), tuple((k,) for k in outs), (operator,)), 0, n, trace)
     assert made is not None
