@@ -1,6 +1,6 @@
 """Which compositions are exact: every model of the matrix under every mesh, on four gloo ranks, against one device.
 
-    python -m benchmarks.exactness [word in a row's name] ...
+python -m benchmarks.exactness [word in a row's name] ...
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """meshplan: a sharding-plan compiler for PyTorch. This is the public surface; everything else may change.
 
-    plan = mp.load_plan("llama3/tp_sp_fsdp")                 # annotate
-    print(mp.lower(model, plan, world_size=8).explain())     # look, before any GPU runs
-    mp.verify(factory, plan, nproc=4)                        # prove, on a laptop
-    model = mp.parallelize(model, plan)                      # apply, under torchrun
+plan = mp.load_plan("llama3/tp_sp_fsdp")                 # annotate
+print(mp.lower(model, plan, world_size=8).explain())     # look, before any GPU runs
+mp.verify(factory, plan, nproc=4)                        # prove, on a laptop
+model = mp.parallelize(model, plan)                      # apply, under torchrun
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _HOMES = {
 _RENAMED = {"meta": "build_on_meta"}
 
 __all__ = [
-    "Compile", "Context", "Experts", "Fsdp", "Input", "Lowered", "P", "Pipeline", "Plan", "PlanError", "R", "Recompute", "Rule", "S",
-    "Where", "accumulate", "clip_grad_norm_", "init_weights", "load", "load_plan", "load_plan_of", "lower", "lowered", "meta",
-    "parallelize", "place", "save", "shard_batch", "token_mean", "verify",
+    "Compile", "Context", "Experts", "Fsdp", "Input", "Lowered", "P", "Pipeline", "Plan", "PlanError", "R", "Recompute",
+    "Rule", "S", "Where", "accumulate", "clip_grad_norm_", "init_weights", "load", "load_plan", "load_plan_of", "lower",
+    "lowered", "meta", "parallelize", "place", "save", "shard_batch", "token_mean", "verify",
 ]  # fmt: skip
 
 

@@ -68,7 +68,8 @@ def default_store() -> Store:
 
 
 def fake_tensor_mode() -> torch.utils._python_dispatch.TorchDispatchMode:
-    """A FakeTensorMode that accepts the model's stray real constants. Private: `torch._subclasses`; if it moves, nothing can be lowered."""
+    """A FakeTensorMode that accepts the model's stray real constants. Private: `torch._subclasses`; if it moves, nothing
+    can be lowered."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -221,9 +222,7 @@ def fsdp_was_gathered(group: Any) -> bool:
 def fsdp_gradients(group: Any) -> list[Any]:
     """The `FSDPParam`s of `group` that hold a whole gradient now: this backward's, or one kept from earlier ones."""
     return [
-        p
-        for p in group.fsdp_params
-        if p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None
+        p for p in group.fsdp_params if p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None
     ]
 
 

@@ -29,4 +29,10 @@ def test_the_model_itself_has_a_name_and_a_bare_error_is_one_line():
 def test_it_pickles_with_all_it_knows():
     error = PlanError("m", code="c", where=Where("f.py", 3), module="a.b", legal="this")
     copy = pickle.loads(pickle.dumps(error))
-    assert (str(copy), copy.code, copy.where, copy.module, copy.legal) == (str(error), "c", Where("f.py", 3), "a.b", "this")
+    assert (str(copy), copy.code, copy.where, copy.module, copy.legal) == (
+        str(error),
+        "c",
+        Where("f.py", 3),
+        "a.b",
+        "this",
+    )

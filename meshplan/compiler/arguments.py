@@ -31,7 +31,9 @@ class Arguments(Known):
             if widened:
                 return leaves, structure, False, None
             dims = self._split_sizes(rec, local)
-            args, kwargs = local_leaves(rec.name, [x.value if isinstance(x, Ref) else x for x in rec.leaves], rec.structure, local, dims)
+            args, kwargs = local_leaves(
+                rec.name, [x.value if isinstance(x, Ref) else x for x in rec.leaves], rec.structure, local, dims
+            )
             flat, new_structure = compat.flatten((args, kwargs))
             run = list(flat)
             refs = [i for i, x in enumerate(rec.leaves) if isinstance(x, Ref)]
@@ -47,9 +49,9 @@ class Arguments(Known):
             index_b = compat.unflatten(list(leaves), structure)[0][1]
             if same_index(index_a, tuple(shape), index_b, tuple(x.shape)):
                 return leaves, structure, False, None
-        run = [x if isinstance(x, Tensor) else y for x, y in zip(leaves, rec.leaves, strict=True)] if len(leaves) == len(rec.leaves) else None
-        if run is None:
+        if len(leaves) != len(rec.leaves):
             raise self.diverged(f"{rec.name} has other arguments there")
+        run = [x if isinstance(x, Tensor) else y for x, y in zip(leaves, rec.leaves, strict=True)]
         same = all(isinstance(x, Tensor) or same_constant(x, y) for x, y in zip(leaves, rec.leaves, strict=True))
         if same:
             return leaves, structure, False, None
@@ -74,7 +76,9 @@ class Arguments(Known):
         except (RuntimeError, ValueError):
             return None
 
-    def _widened(self, rec: Call, leaves: list[Any], own: list[tuple[int, ...]], shapes: list[Any], out_kinds: list[list[Kind]]) -> bool:
+    def _widened(
+        self, rec: Call, leaves: list[Any], own: list[tuple[int, ...]], shapes: list[Any], out_kinds: list[list[Kind]]
+    ) -> bool:
         """A constant made, or a dim expanded, at this rank's size: all its shards are equal, so it may count as sharded."""
         if rec.name not in CREATED | {"expand", "broadcast_to"} or len(own) != 1 or len(own[0]) != len(shapes[0]):
             return False
@@ -89,7 +93,12 @@ class Arguments(Known):
             order = sorted(range(len(self.axes)), key=lambda k: not self.axes[k].data)
             left = full
             for k in order if d == 0 else [*order[::-1]]:
-                if left != mine and left % self.axes[k].degree == 0 and replicated(out_kinds[0][k]) and left // self.axes[k].degree >= mine:
+                if (
+                    left != mine
+                    and left % self.axes[k].degree == 0
+                    and replicated(out_kinds[0][k])
+                    and left // self.axes[k].degree >= mine
+                ):
                     left //= self.axes[k].degree
                     out_kinds[0][k] = Shard(d)
             if left != mine:

@@ -63,7 +63,9 @@ def rule_of(item: AtenOp, degree: int) -> list[Strategy]:
 
 
 # Their numbers are sizes and places of tensors, which a rank has of its own; a rule says whether its shards fit them.
-_SIZED = frozenset("view _unsafe_view reshape expand as_strided slice split split_with_sizes narrow arange zeros ones full empty".split())
+_SIZED = frozenset(
+    "view _unsafe_view reshape expand as_strided slice split split_with_sizes narrow arange zeros ones full empty".split()
+)
 
 
 def numbers(item: AtenOp) -> tuple[object, ...]:
@@ -74,7 +76,9 @@ def numbers(item: AtenOp) -> tuple[object, ...]:
     return (item.op.name, *(repr(x) for x in leaves if not isinstance(x, Tensor)))
 
 
-def follow(ops: Sequence[AtenOp], given: dict[int, Kind], results: Sequence[Tensor], degree: int) -> tuple[Kind, ...] | None:
+def follow(
+    ops: Sequence[AtenOp], given: dict[int, Kind], results: Sequence[Tensor], degree: int
+) -> tuple[Kind, ...] | None:
     """Kinds of `results` on one axis when the inputs have the `given` kinds (by tensor id) and every op runs on shards
     as it stands; None where some op cannot. Tensors not given are constants, replicated."""
     kinds = dict(given)
@@ -89,7 +93,12 @@ def follow(ops: Sequence[AtenOp], given: dict[int, Kind], results: Sequence[Tens
             outs = choice.outs
         for i, kind in zip(item.outs, outs, strict=True):
             kinds[i] = kind
-        if item.op.name.endswith("_") and item.ins and item.ins[0] in given and kinds[item.outs[0]] != have[0] \
-                and not (replicated(kinds[item.outs[0]]) and replicated(have[0])):
+        if (
+            item.op.name.endswith("_")
+            and item.ins
+            and item.ins[0] in given
+            and kinds[item.outs[0]] != have[0]
+            and not (replicated(kinds[item.outs[0]]) and replicated(have[0]))
+        ):
             return None  # written in place: the target cannot change its layout
     return tuple(kinds.get(id(t), REP) for t in results)

@@ -79,7 +79,9 @@ class Calls(Redistributing, Arguments):
             self._refuse_in_checkpoint(f"{rec.name} runs as an operator of its own", rec.module, rec.where)
         whole_kinds = [list(kinds) for kinds in out_kinds]
         run_leaves, run_structure, edited, sized = self._local_arguments(rec, leaves, structure, out_kinds)
-        for k in {k for old, new in zip(whole_kinds, out_kinds, strict=True) for k in range(len(new)) if old[k] != new[k]}:
+        for k in {
+            k for old, new in zip(whole_kinds, out_kinds, strict=True) for k in range(len(new)) if old[k] != new[k]
+        }:
             # Sharded by its own size alone: each rank now uses the whole value in its own way.
             tensors = self._used_apart(rec, tensors, k, converts)
         if converts:
@@ -92,7 +94,10 @@ class Calls(Redistributing, Arguments):
         if replacement is not None:
             operator = replacement
             out = self.result.timeline.operator(
-                rec, self.stack.path, lambda: self.chooser.run_replacement(operator, rec, a, kw, self.axes), tensors_in((a, kw))
+                rec,
+                self.stack.path,
+                lambda: self.chooser.run_replacement(operator, rec, a, kw, self.axes),
+                tensors_in((a, kw)),
             )
         else:
             out = run_call(rec.func, a, kw, self.stack.path)
@@ -133,7 +138,9 @@ class Calls(Redistributing, Arguments):
                         self.result.used_at[use] = where
                     info.kinds[k] = self.result.param_use[use].find()
 
-    def _choose(self, rec: Call, tensors: list[Tensor]) -> tuple[list[Choice | None], list[Tensor], list[tuple[int, Move]]]:
+    def _choose(
+        self, rec: Call, tensors: list[Tensor]
+    ) -> tuple[list[Choice | None], list[Tensor], list[tuple[int, Move]]]:
         choices: list[Choice | None] = []
         converts: list[tuple[int, Move]] = []
         for k, axis in enumerate(self.axes):
@@ -154,7 +161,9 @@ class Calls(Redistributing, Arguments):
                     tensors[j] = self._converted(tensors[j], k, want, rec, j, converts)
             if all(replicated(self.info(t).kinds[k]) for t in tensors):
                 choices.append(None)
-                fixed = ownership.to_invariant([self.info(t).kinds[k] for t in tensors], [t.requires_grad for t in tensors])
+                fixed = ownership.to_invariant(
+                    [self.info(t).kinds[k] for t in tensors], [t.requires_grad for t in tensors]
+                )
                 for j in fixed:
                     tensors[j] = self._converted(tensors[j], k, I, rec, j, converts)
                 continue
@@ -174,7 +183,9 @@ class Calls(Redistributing, Arguments):
         if choice.wanted[0] != R or len(tensors) != 1:
             return
         source = self.info(tensors[0]).source
-        split = few_heads.needed(rec.name, self.trace.values[rec.ins[0]], self.trace.values[rec.outs[0]], kinds[0], axis, source)
+        split = few_heads.needed(
+            rec.name, self.trace.values[rec.ins[0]], self.trace.values[rec.outs[0]], kinds[0], axis, source
+        )
         if split is not None and self.split.get(axis.name, split.pieces) == split.pieces:
             raise few_heads.SplitNeeded(split)
 
@@ -215,7 +226,9 @@ class Calls(Redistributing, Arguments):
         chosen = {self.axes[k].name: c.strategy for k, c in enumerate(choices) if c is not None}
         return self.chooser.replacement(rec, names, chosen, self.axes)
 
-    def _label_outputs(self, rec: Call, out: Any, args: Any, out_kinds: list[list[Kind]], data: bool, infos: list[Info]) -> None:
+    def _label_outputs(
+        self, rec: Call, out: Any, args: Any, out_kinds: list[list[Kind]], data: bool, infos: list[Info]
+    ) -> None:
         written = args[0] if rec.in_place else out
         made = [t for t in (written if isinstance(written, (list, tuple)) else [written]) if isinstance(t, Tensor)]
         if len(made) != len(rec.outs):
@@ -240,7 +253,7 @@ class Calls(Redistributing, Arguments):
         if carried or any(x.requires_grad for x in ins):
             self.unseen[id(t)] = (kinds, lost or next(filter(None, carried), ""))
 
-    def _uncover(self, t: Tensor) -> None:
+    def uncover(self, t: Tensor) -> None:
         kinds, lost = self.unseen.pop(id(t))
         if lost:
             rec = self.trace.calls[min(self.cursor, len(self.trace.calls) - 1)]

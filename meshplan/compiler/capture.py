@@ -134,7 +134,9 @@ def is_in_place(func: Callable[..., Any]) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
 
 
-_IN_PLACE_DUNDERS = {f"__i{op}__" for op in "add sub mul truediv floordiv mod pow and or xor matmul lshift rshift div".split()}
+_IN_PLACE_DUNDERS = {
+    f"__i{op}__" for op in "add sub mul truediv floordiv mod pow and or xor matmul lshift rshift div".split()
+}
 
 
 def host_read(func: Callable[..., Any], path: str, cause: BaseException) -> PlanError:
@@ -158,7 +160,10 @@ def run_call(func: Callable[..., Any], args: Any, kwargs: Any, path: str) -> Any
     tensors = tensors_in((args, kwargs))
     try:
         out = None
-        if not any(compat.is_fake(t) for t in tensors) and getattr(func, "__name__", "") not in ("_set_grad_enabled", "__get__"):
+        if not any(compat.is_fake(t) for t in tensors) and getattr(func, "__name__", "") not in (
+            "_set_grad_enabled",
+            "__get__",
+        ):
             sizes = [t.numel() for t in tensors]
             if not is_in_place(func) and getattr(func, "__name__", "") not in HOST_READS:
                 out = func(*args, **kwargs)
@@ -181,7 +186,9 @@ class _Capture(TorchFunctionMode):
         self.paused = False
         self.segments: dict[Any, Segment] = {}
 
-    def grouped(self, path: str, group: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def grouped(
+        self, path: str, group: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """Run the forward of a module that has equals, or let the first equal's trace stand for it."""
         inputs = compat.flatten((args, kwargs))[0]
         key = (group, input_signature(args, kwargs))
@@ -207,7 +214,8 @@ class _Capture(TorchFunctionMode):
         made = self.equals.fill(path, module, self.trace.mode, None, self.grouped)
         self.paused = False
         self.hooks(path, module)
-        return [self.ids.new(t) for t in made][0] if made else -1
+        numbers = [self.ids.new(t) for t in made]
+        return numbers[0] if numbers else -1
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -223,7 +231,9 @@ class _Capture(TorchFunctionMode):
         in_place = is_in_place(func)
         written = args[0] if in_place else out
         made = [o for o in (written if isinstance(written, (list, tuple)) else [written]) if isinstance(o, Tensor)]
-        outs = tuple(self.ids.new(o) if in_place or id(o) not in {id(x) for x in leaves} else self.ids.get(o) for o in made)
+        outs = tuple(
+            self.ids.new(o) if in_place or id(o) not in {id(x) for x in leaves} else self.ids.get(o) for o in made
+        )
         self.trace.calls.append(
             Call(
                 len(self.trace.calls), func, refs, structure, outs, self.stack.path,
@@ -234,8 +244,9 @@ class _Capture(TorchFunctionMode):
 
 
 class ModuleHooks:
-    """Calls `cast(path, args, kwargs)`, which gives new arguments, then `before(path, module, args, kwargs)` and `after(path, module, args, kwargs, out)` around every module of a
-    compile-time copy; what they return, unless None, replaces the arguments or the output."""
+    """Calls `cast(path, args, kwargs)`, which gives new arguments, then `before(path, module, args, kwargs)` and
+    `after(path, module, args, kwargs, out)` around every module of a compile-time copy; what they return, unless None,
+    replaces the arguments or the output."""
 
     def __init__(
         self, before: Callable[..., Any], after: Callable[..., Any], cast: Callable[..., tuple[Any, Any]] | None = None
@@ -255,7 +266,6 @@ class ModuleHooks:
     def _one(self, path: str, module: nn.Module) -> None:
         module.register_forward_pre_hook(lambda m, a, k: self._enter(path, m, a, k), with_kwargs=True)
         module.register_forward_hook(lambda m, a, k, o: self.after(path, m, a, k, o), with_kwargs=True)
-
 
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.cast is not None:
@@ -289,6 +299,7 @@ def capture(
 
     for t in [*skeleton.parameters(), *skeleton.buffers(), *tensors_in((args, kwargs))]:
         ids.get(t)
+
     def cast(path: str, a: Any, k: Any) -> tuple[Any, Any]:
         return inputs_of(path, a, k, lambda new, old: ids.alias(new, ids.get(old))) if inputs_of else (a, k)
 

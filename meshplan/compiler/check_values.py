@@ -208,9 +208,15 @@ def _numbers(use: Use, generator: torch.Generator, positive: bool) -> list[Tenso
         else:
             x = torch.randint(0, limit, spec.shape, generator=generator).to(spec.dtype)
             if use.func in (F.cross_entropy, F.nll_loss) and x.dim():
-                x.view(-1)[: 1 + x.numel() // 4] = -100  # the first rank counts fewer tokens than the last
+                x.view(-1)[: 1 + x.numel() // 4] = _ignored(use)  # the first rank counts fewer tokens than the last
         made.append(x)
     return made
+
+
+def _ignored(use: Use) -> int:
+    """The label that a loss does not count."""
+    args, kwargs = use.arguments(range(len(use.tensors)))
+    return int(kwargs.get("ignore_index", args[4] if len(args) > 4 else -100))
 
 
 def _differentiable(x: Tensor) -> bool:

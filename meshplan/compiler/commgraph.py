@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,6 @@ from meshplan.mesh.spec import MeshSpec
 from meshplan.plan.placements import Shard
 from meshplan.runtime.comm import chunk_sizes
 from meshplan.runtime.recorder import wire_bytes
-
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,9 @@ def fsdp_of(model: nn.Module, core: Core, rank: int = 0) -> tuple[tuple[FsdpUnit
         local_shape_of=lambda name, p: local_param_shape(core.params[name], spec, rank),
         unused=frozenset(n for n, p in core.params.items() if not p.reduce), whole=kept_whole(core),
     )  # fmt: skip
-    policy = FsdpPolicy(section.strategy, shard, copies if copies > 1 else None, section.param_dtype, section.reduce_dtype)  # type: ignore[arg-type]
+    strategy: Any = section.strategy  # the plan has checked that it is one of FSDP's
+    replicas = copies if copies > 1 else None
+    policy = FsdpPolicy(strategy, shard, replicas, section.param_dtype, section.reduce_dtype)
     return units, policy
 
 
@@ -156,9 +158,8 @@ class Walk:
 
     def _forward(self, start: int, end: int, phase: str, recompute: bool) -> None:
         for e in self.events[start:end]:
-            if e.what in ("enter", "leave"):
-                if e.module in self.unit_paths:
-                    self._point("pre_forward" if e.what == "enter" else "post_forward", e.module, recompute, True)
+            if e.what in ("enter", "leave") and e.module in self.unit_paths:
+                self._point("pre_forward" if e.what == "enter" else "post_forward", e.module, recompute, True)
             for sent in e.forward:
                 self.out.append(_collective(phase, sent, e))
 
@@ -209,10 +210,32 @@ class Walk:
             for count, elements, dtype in bucket_sizes(sizes):
                 shown = f"{count} gradients"
                 for axis in sums:
-                    yield Collective("backward", "all_reduce", axis, core.spec.degree(axis), dtype, elements, "", shown, "gradients", "")
+                    yield Collective(
+                        "backward",
+                        "all_reduce",
+                        axis,
+                        core.spec.degree(axis),
+                        dtype,
+                        elements,
+                        "",
+                        shown,
+                        "gradients",
+                        "",
+                    )
                 if means:
                     axis = "+".join(a for a in DATA if core.spec.degree(a) > 1)
-                    yield Collective("backward", "all_reduce", axis, core.spec.degree(*DATA), dtype, elements, "", shown, "gradients", "")
+                    yield Collective(
+                        "backward",
+                        "all_reduce",
+                        axis,
+                        core.spec.degree(*DATA),
+                        dtype,
+                        elements,
+                        "",
+                        shown,
+                        "gradients",
+                        "",
+                    )
 
     def _gradient_elements(self, p: ParamPlan) -> int:
         shape = list(local_param_shape(p, self.core.spec, self.rank))

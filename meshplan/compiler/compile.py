@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,23 +13,23 @@ from meshplan import compat
 from meshplan.compiler.bind import Bound, bind
 from meshplan.compiler.capture import ModuleHooks, Trace, capture
 from meshplan.compiler.check import CHECKS, Checked, check_uses
-from meshplan.compiler.edits import Edit
+from meshplan.compiler.examples import Example, example_inputs
+from meshplan.compiler.expand import expand_repeats
 from meshplan.compiler.few_heads import SplitNeeded, split_spec, sub_axes, with_copies
 from meshplan.compiler.fsdp_cuts import fsdp_cuts
-from meshplan.compiler.invocations import once
-from meshplan.compiler.kinds import I, Kind, N, Pending, R
-from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.gathers import regathered, sites_regathered
+from meshplan.compiler.invocations import once
+from meshplan.compiler.kinds import I, Kind, N, R
+from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.lowered import Boundary, Core, ParamPlan, Program
 from meshplan.compiler.precision import Precision
 from meshplan.compiler.propagate import Pass, Propagation
-from meshplan.compiler.examples import Example, example_inputs
-from meshplan.compiler.expand import expand_repeats
 from meshplan.compiler.repeats import Equals, FullTraceNeeded, equal_layers
 from meshplan.compiler.sites import Decisions
 from meshplan.compiler.skeleton import fake_copy, fake_world
 from meshplan.compiler.strategies import Chooser
-from meshplan.compiler.uses import final, settled as settled_kind
+from meshplan.compiler.uses import final
+from meshplan.compiler.uses import settled as settled_kind
 from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups, abstract_groups
 from meshplan.mesh.spec import MeshSpec
@@ -71,7 +71,9 @@ def compile_core(
         while True:
             spec = split_spec(whole, kinds, axes, bound.params)
             try:
-                trace, result, settled = _settled(model, mode, bound, spec, rank, axes, examples, kinds, fold, precision)
+                trace, result, settled = _settled(
+                    model, mode, bound, spec, rank, axes, examples, kinds, fold, precision
+                )
                 break
             except SplitNeeded as found:
                 kinds = with_copies(kinds, found.split, axes, bound.params)
@@ -94,7 +96,9 @@ def _settled(
         skeleton = fake_copy(model, mode, None, equals.hollow)
         trace = capture(skeleton, mode, (), _fake_inputs(examples, mode, None), equals, precision.inputs)
         try:
-            return trace, *_until_stable(model, mode, trace, bound, spec, rank, axes, examples, kinds, equals, precision)
+            return trace, *_until_stable(
+                model, mode, trace, bound, spec, rank, axes, examples, kinds, equals, precision
+            )
         except FullTraceNeeded:
             continue
     raise AssertionError("a trace of every layer needs no other")
@@ -104,7 +108,9 @@ def refuse_unlowered(plan: Plan, spec: MeshSpec) -> None:
     for axis, section in (("pp", plan.pipeline), ("cp", plan.context), ("ep", plan.experts)):
         if spec.degree(axis) > 1 or section is not None:
             raise PlanError(
-                f"this version does not lower the {axis} axis", code="axis-not-lowered", legal=["dp_replicate", "dp_shard", "tp"]
+                f"this version does not lower the {axis} axis",
+                code="axis-not-lowered",
+                legal=["dp_replicate", "dp_shard", "tp"],
             )
 
 
@@ -165,7 +171,12 @@ def _one_pass(
 
     local = fake_copy(model, mode, shape_of, equals.hollow)
     owners = {name.rpartition(".")[0] for name in bound.params for k in kinds[name] if isinstance(k, Shard)}
-    owners |= {n.rpartition(".")[0] for p in bound.params.values() for n in p.names if any(isinstance(k, Shard) for k in kinds[p.name])}
+    owners |= {
+        n.rpartition(".")[0]
+        for p in bound.params.values()
+        for n in p.names
+        if any(isinstance(k, Shard) for k in kinds[p.name])
+    }
 
     def declared(path: str, side: str, key: str) -> dict[str, Placement]:
         module = bound.modules.get(path)
@@ -178,7 +189,9 @@ def _one_pass(
     holders = {p.name: {n.rpartition(".")[0] for n in p.names} for p in bound.params.values()}
     run = Propagation(trace, axes, declared, owners, holders, decisions, Chooser(trace, groups))
     heard = run.result.timeline.heard
-    run.axes = [Axis(a.name, type(a.group)(a.group.axis, a.group.size, a.group.rank, None, heard), a.data) for a in axes]
+    run.axes = [
+        Axis(a.name, type(a.group)(a.group.axis, a.group.size, a.group.rank, None, heard), a.data) for a in axes
+    ]
     run.chooser.groups = abstract_groups(spec, rank, heard)
     number = 0
 
@@ -206,14 +219,25 @@ def _one_pass(
 
     run.fill = fill
     inputs = _fake_inputs(examples, mode, axes)
-    flat = [(leaf, t) for name, example in examples.items() for leaf, t in zip(example.leaves, compat.flatten(inputs[name])[0], strict=True)]
+    flat = [
+        (leaf, t)
+        for name, example in examples.items()
+        for leaf, t in zip(example.leaves, compat.flatten(inputs[name])[0], strict=True)
+    ]
     for leaf, t in flat:
         if isinstance(t, Tensor):
-            run.label(t, Info(number, [k if isinstance(k, Shard) else I if t.requires_grad else N for k in leaf.kinds], True))
+            run.label(
+                t, Info(number, [k if isinstance(k, Shard) else I if t.requires_grad else N for k in leaf.kinds], True)
+            )
             number += 1
     hooks.on(local)
     equals.intercept(local, run.grouped)
-    saving = torch.autograd.graph.saved_tensors_hooks(lambda t: (run.result.timeline.saved(t), t)[1], lambda t: t)
+
+    def packed(t: Tensor) -> Tensor:
+        run.result.timeline.saved(t)
+        return t
+
+    saving = torch.autograd.graph.saved_tensors_hooks(packed, lambda t: t)
     with mode, torch.device("cpu"), saving, run:
         local(**inputs)
     if run.cursor != len(trace.calls):
@@ -243,8 +267,14 @@ def _program(bound: Bound, result: Pass, settled: Decisions, axes: list[Axis], e
     events = regathered(result.timeline.events, bound, result.shared)
     again = sites_regathered(events)
     boundaries = tuple(
-        Boundary(site, move, where is not None or site in settled.implicit, site in result.shared, where or settled.implicit.get(site),
-                 move.src == "S" and site in again)
+        Boundary(
+            site,
+            move,
+            where is not None or site in settled.implicit,
+            site in result.shared,
+            where or settled.implicit.get(site),
+            move.src == "S" and site in again,
+        )
         for site, move, where in result.moves
     )
     return Program(
@@ -252,7 +282,10 @@ def _program(bound: Bound, result: Pass, settled: Decisions, axes: list[Axis], e
         boundaries=boundaries,
         edits=result.edits,
         outputs=tuple((key, tuple(k), shape, scalar) for key, k, shape, scalar in result.outputs),
-        layouts=tuple((p, side, key, shape, tuple(settled_kind(k) for k in kinds)) for p, side, key, shape, kinds in result.layouts),
+        layouts=tuple(
+            (p, side, key, shape, tuple(settled_kind(k) for k in kinds))
+            for p, side, key, shape, kinds in result.layouts
+        ),
         events=events,
         axes=tuple(a.name for a in axes),
         first_only=tuple(first_only),
@@ -268,7 +301,9 @@ def _params(bound: Bound, result: Pass, axes: list[Axis], kinds: dict[str, list[
             reduce.setdefault(name, set()).add(axis)
     # A shard that several ranks hold serves different heads on each.
     copied = {
-        name: [sub_axes(a.name)[1] for a, k in zip(axes, kinds[name], strict=True) if isinstance(k, Shard) and k.copies > 1]
+        name: [
+            sub_axes(a.name)[1] for a, k in zip(axes, kinds[name], strict=True) if isinstance(k, Shard) and k.copies > 1
+        ]
         for name in bound.params
     }
     return {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshplan import compat
 from meshplan.compiler.bind import Bound
 from meshplan.compiler.frames import positional_names
-from meshplan.compiler.kinds import N, Kind
+from meshplan.compiler.kinds import Kind, N
 from meshplan.errors import PlanError
 from meshplan.mesh.build import expand
 from meshplan.plan.placements import Shard
@@ -85,7 +85,9 @@ def example_inputs(model: nn.Module, bound: Bound, inputs: Any, axes: Sequence[s
             )  # fmt: skip
         given[name] = item
     if not given:
-        raise PlanError("neither the plan nor the call gives the model's inputs", code="no-inputs", legal="inputs: in the plan")
+        raise PlanError(
+            "neither the plan nor the call gives the model's inputs", code="no-inputs", legal="inputs: in the plan"
+        )
     for name, value in given.items():
         if value is OMITTED:
             continue
@@ -98,7 +100,9 @@ def _example(name: str, value: Any, bound: Bound, axes: Sequence[str]) -> Exampl
         if value.shape is None:
             raise PlanError(f"input {name!r} has no shape", code="no-inputs", legal="shape: in the plan")
         place = dict(value.place) or dict(bound.inputs[name].place if name in bound.inputs else {})
-        leaf = Leaf(name, tuple(value.shape), value.dtype or torch.get_default_dtype(), _kinds(place, axes, len(value.shape)))
+        leaf = Leaf(
+            name, tuple(value.shape), value.dtype or torch.get_default_dtype(), _kinds(place, axes, len(value.shape))
+        )
         return Example((leaf,), compat.flatten(0)[1])
     leaves = []
     keyed = compat.flatten_with_path(value)

@@ -83,7 +83,9 @@ def split_spec(
             spec = spec.split_axis(axis.name, {pieces: axis.degree // n, rest: n})
             for name, own in kinds.items():
                 shard = own[k]
-                if isinstance(shard, Shard) and not _cut_alike(shard, params[name].shape[shard.dim], axis.degree // n, n):
+                if isinstance(shard, Shard) and not _cut_alike(
+                    shard, params[name].shape[shard.dim], axis.degree // n, n
+                ):
                     raise PlanError(
                         f"{name} {list(params[name].shape)} is not cut evenly by {axis.name} {axis.degree}, which few heads make "
                         f"{axis.degree // n} x {n} ranks", code="uneven-beside-copies", where=params[name].where,

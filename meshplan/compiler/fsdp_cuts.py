@@ -32,7 +32,9 @@ def fsdp_cuts(core: Core) -> dict[str, int | None]:
     # Asked for every parameter, so worked out once a core; a core never changes.
     if "_fsdp_cuts" not in core.__dict__:
         n = core.spec.degree("dp_shard", "cp")
-        core.__dict__["_fsdp_cuts"] = {p.name: _cut(p, core, n) for p in core.params.values()} if sharded_by_fsdp(core) else {}
+        core.__dict__["_fsdp_cuts"] = (
+            {p.name: _cut(p, core, n) for p in core.params.values()} if sharded_by_fsdp(core) else {}
+        )
     cuts: dict[str, int | None] = core.__dict__["_fsdp_cuts"]
     return cuts
 

@@ -40,7 +40,8 @@ class Invocations:
     def current(self, path: str, stack: Iterable[Frame]) -> int | None:
         """The running call of the module at `path`, else its last one; None if it was never called."""
         running = [frame.serial for frame in stack if frame.path == path]
-        return running[-1] if running else (self.calls.get(path) or [None])[-1]
+        called = running or self.calls.get(path, [])
+        return called[-1] if called else None
 
 
 def once(invocations: Invocations, moves: list[Moved]) -> tuple[list[Moved], dict[str, dict[int, Edit]]]:
@@ -76,7 +77,9 @@ def _check_moves(path: str, head: list[Moved], other: list[Moved], quiet: frozen
     one, two = ([p for p in (_plain(m, quiet) for m in found) if p is not None] for found in (head, other))
     if one == two:
         return
-    shown = [", ".join(f"{s.side} {s.key} {m.src} -> {m.dst} on {m.axis}" for s, m, _ in found) for found in (head, other)]
+    shown = [
+        ", ".join(f"{s.side} {s.key} {m.src} -> {m.dst} on {m.axis}" for s, m, _ in found) for found in (head, other)
+    ]
     where = next((where for *_, where in (*other, *head) if where), None)
     raise _differ(path, f"one needs {shown[0] or 'no redistribution'}, another {shown[1] or 'none'}", where)
 

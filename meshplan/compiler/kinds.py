@@ -31,7 +31,7 @@ class Letter:
 
 
 R = Letter("R")
-I = Letter("I")  # noqa: E741 - the name the theory uses
+I = Letter("I")
 N = Letter("N")
 P = Letter("P")
 A = Letter("A")

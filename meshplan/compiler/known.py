@@ -99,11 +99,15 @@ class Known:
     def info(self, t: Tensor) -> Info:
         found = self.infos.get(id(t))
         if t.requires_grad and id(t) in self.unseen:
-            self._uncover(t)
+            self.uncover(t)
         if found is None:  # a constant the model holds outside its buffers
             self.label(t, Info(-1, [N] * len(self.axes), False))
             return self.infos[id(t)]
         return found
+
+    def uncover(self, t: Tensor) -> None:
+        """`t` was made with gradients off and has one now; see `Calls`."""
+        raise NotImplementedError
 
     def show(self, t: Tensor) -> str:
         """`f32[4, 2048, 512] {dp_shard: S(0), tp: S(2)}` with the global shape."""
@@ -131,7 +135,8 @@ class Known:
     def refuse(self, rec: Call, tensors: list[Tensor], axis: Axis) -> PlanError:
         shown = ", ".join(self.show(t) for t in tensors)
         return PlanError(
-            f"{rec.name}({shown}) cannot run on shards over {axis.name} (degree {axis.degree}), and a sharded parameter is never gathered for it",
+            f"{rec.name}({shown}) cannot run on shards over {axis.name} (degree {axis.degree}), and a sharded parameter is never "
+            "gathered for it",
             code="no-rule", where=rec.where, module=rec.module,
             legal="another dim for that parameter, or R",
         )  # fmt: skip

@@ -36,7 +36,9 @@ class Info:
     source: frozenset[str] = frozenset()
 
 
-def local_dim(size: int, dim: int, kinds: Sequence[Kind], axes: Sequence[Axis], coords: Sequence[int] | None = None) -> int:
+def local_dim(
+    size: int, dim: int, kinds: Sequence[Kind], axes: Sequence[Axis], coords: Sequence[int] | None = None
+) -> int:
     """Length of this rank's part of a dim of `size`, split by every axis sharded on it, outermost first."""
     for k, axis in enumerate(axes):
         kind = kinds[k]

@@ -13,7 +13,9 @@ SIZED = {"view", "reshape", "expand", "broadcast_to", "_unsafe_view"}
 CREATED = {"zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full"}
 
 
-def local_leaves(name: str, leaves: list[Any], structure: Any, outs: list[tuple[int, ...]], split_dim_sizes: list[int] | None) -> list[Any]:
+def local_leaves(
+    name: str, leaves: list[Any], structure: Any, outs: list[tuple[int, ...]], split_dim_sizes: list[int] | None
+) -> list[Any]:
     """The single-device call's non-tensor leaves with sizes replaced by this rank's.
 
     Arguments:
@@ -28,7 +30,7 @@ def local_leaves(name: str, leaves: list[Any], structure: Any, outs: list[tuple[
         if name == "full" or name == "new_full":
             args = (*args[:start], sizes, *args[start + 1 :])
         else:
-            count = sum(1 for a in args[start:] if isinstance(a, int) or isinstance(a, (list, tuple, torch.Size)))
+            count = sum(1 for a in args[start:] if isinstance(a, (int, list, tuple, torch.Size)))
             args = (*args[:start], sizes, *args[start + count :])
             for key in ("size", "shape"):
                 if key in kwargs:
@@ -40,10 +42,10 @@ def local_leaves(name: str, leaves: list[Any], structure: Any, outs: list[tuple[
         sizes = list(outs[0][dim : dim + count])
         args, kwargs = (args[0], dim, sizes), {}
     elif name in ("split", "split_with_sizes", "tensor_split") and split_dim_sizes is not None:
-        key = next((k for k in ("split_size", "split_size_or_sections", "split_sizes") if k in kwargs), None)
+        named = [k for k in ("split_size", "split_size_or_sections", "split_sizes") if k in kwargs]
         sizes = split_dim_sizes
-        if key is not None:
-            kwargs = {**kwargs, key: sizes}
+        if named:
+            kwargs = {**kwargs, named[0]: sizes}
         else:
             args = (args[0], sizes, *args[2:])
     return [args, kwargs]

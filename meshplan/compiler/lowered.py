@@ -63,7 +63,7 @@ class Program:
     first_only: tuple[tuple[str, str, str], ...]
     calls: frozenset[tuple[str, str]]
     decided: tuple[Decided, ...] = ()
-    checked: Checked = Checked()
+    checked: Checked = field(default_factory=Checked)
 
 
 @dataclass(frozen=True)

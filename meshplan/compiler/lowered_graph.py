@@ -88,7 +88,7 @@ class Lowered:
             layout |= {a: "R" for a in busy if a not in layout}
             out.append({
                 "name": name, "shape": list(p.shape), "local_shape": shape, "dtype": p.dtype, "layout": layout,
-                "gradient": {a: "partial" for a in p.reduce},
+                "gradient": dict.fromkeys(p.reduce, "partial"),
             })  # fmt: skip
         return out
 
@@ -96,7 +96,7 @@ class Lowered:
     def regions(self) -> dict[str, str]:
         """How each split module subtree runs: all of a lowered program runs on local tensors."""
         split = {p.name.rpartition(".")[0] for p in self.core.params.values() if p.shards}
-        return {path: "local" for path in sorted(split)}
+        return dict.fromkeys(sorted(split), "local")
 
     @cached_property
     def graph(self) -> nx.DiGraph:
@@ -141,7 +141,8 @@ class Lowered:
             "boundaries": [
                 {
                     "module": b.site.module, "side": b.site.side, "tensor": b.site.key, "axis": b.move.axis,
-                    "from": _shown(b.move.src_kind), "to": _shown(b.move.dst_kind), "where": str(b.where or ""), "implicit": b.implicit,
+                    "from": _shown(b.move.src_kind), "to": _shown(b.move.dst_kind), "where": str(b.where or ""),
+                    "implicit": b.implicit,
                 }
                 for b in program.boundaries
             ],
@@ -170,7 +171,7 @@ class Lowered:
     @property
     def notes(self) -> list[str]:
         """What the reader should know that no line of the graph shows."""
-        implicit = sum(b.implicit and "call" == b.site.side for b in self.core.program.boundaries)
+        implicit = sum(b.implicit and b.site.side == "call" for b in self.core.program.boundaries)
         found = [f"{implicit} redistributions stand in the middle of a module's code"] if implicit else []
         return [*found, *(f"not checked by value: {use}" for use in self.core.program.checked.skipped)]
 
@@ -195,9 +196,9 @@ class Lowered:
         return {
             "plan": hashlib.sha256(self.plan.to_yaml().encode()).hexdigest(),
             "inputs": repr(program.signature),
-            "parameters": hashlib.sha256(repr([(p.name, p.shape, p.dtype, p.shards) for p in self.core.params.values()]).encode()).hexdigest(),
-            "boundaries": hashlib.sha256(repr([(b.site, b.move.axis, b.move.src, b.move.dst) for b in program.boundaries]).encode()).hexdigest(),
-        }  # fmt: skip
+            "parameters": _digest([(p.name, p.shape, p.dtype, p.shards) for p in self.core.params.values()]),
+            "boundaries": _digest([(b.site, b.move.axis, b.move.src, b.move.dst) for b in program.boundaries]),
+        }
 
     def program_hash(self) -> str:
         return hashlib.sha256(json.dumps(self.facts(), sort_keys=True).encode()).hexdigest()
@@ -217,6 +218,10 @@ class Lowered:
             shown = expand(rule, self._model.get_submodule(paths[0])) if paths else rule
             out.append({**shown.to_dict(), "was": rule.use or "", "matches": list(paths)})
         return out
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def _shown(kind: Any) -> str:

@@ -101,7 +101,11 @@ def _reach(
 
 def _carried(s: Strategy, kinds: Sequence[Kind]) -> int:
     """How many copies of each shard the op's results have, where all its sharded inputs have as many and nothing is summed."""
-    held = {have.copies for have, want in zip(kinds, s.ins, strict=True) if isinstance(have, Shard) and isinstance(want, Shard)}
+    held = {
+        have.copies
+        for have, want in zip(kinds, s.ins, strict=True)
+        if isinstance(have, Shard) and isinstance(want, Shard)
+    }
     wanted = {want.copies for want in s.ins if isinstance(want, Shard)}
     apart = sum(isinstance(want, Shard) for want in s.ins) != sum(isinstance(have, Shard) for have in kinds)
     if len(held) != 1 or wanted != {1} or apart or not all(isinstance(o, Shard) and o.parts is None for o in s.outs):

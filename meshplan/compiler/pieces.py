@@ -1,11 +1,11 @@
 """Laying a value out over the ranks of an axis with numbers, and putting it together again: what each kind means.
 
-    kind   ranks hold                  ranks hold of its gradient g
-    S(d)   shards                      shards of g (with copies: summands of a shard)
-    R      copies                      summands of g
-    I, N   copies                      g (of N: none)
-    P      summands                    g
-    A      summands of n times x       g / n
+kind   ranks hold                  ranks hold of its gradient g
+S(d)   shards                      shards of g (with copies: summands of a shard)
+R      copies                      summands of g
+I, N   copies                      g (of N: none)
+P      summands                    g
+A      summands of n times x       g / n
 """
 
 from __future__ import annotations

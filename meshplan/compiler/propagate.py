@@ -39,7 +39,9 @@ class Propagation(Calls, TorchFunctionMode):
         leaves, structure = compat.flatten((args, kwargs))
         values = tuple(self.info(x).value for x in leaves if isinstance(x, Tensor))
         if expected != (path, values):
-            raise self.diverged(f"module {path or '(model)'} is called where the single device calls {expected[0] or '(model)'}")
+            raise self.diverged(
+                f"module {path or '(model)'} is called where the single device calls {expected[0] or '(model)'}"
+            )
         self.result.timeline.enter(path, any(isinstance(x, Tensor) and x.requires_grad for x in leaves))
         handed = len(self.result.moves)
         keys = argument_keys(module, args, kwargs)
@@ -69,7 +71,9 @@ class Propagation(Calls, TorchFunctionMode):
                 if path == "":
                     x = self.at_root(x, Site("output", path, key), placements)
                 else:
-                    if path in self.owners:  # a partial result is summed where it was made, unless the plan says otherwise
+                    if (
+                        path in self.owners
+                    ):  # a partial result is summed where it was made, unless the plan says otherwise
                         info = self.info(x)
                         undecided = [a for a, k in zip(self.axes, info.kinds, strict=True) if k == P and not a.data]
                         placements = {**{a.name: Replicate() for a in undecided}, **placements}
@@ -86,7 +90,9 @@ class Propagation(Calls, TorchFunctionMode):
                     self.keep.append(x)
         return compat.unflatten(moved, structure)
 
-    def grouped(self, path: str, group: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def grouped(
+        self, path: str, group: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """Run the forward of a module that has equals, or repeat what its equal did."""
         number, self.grouped_calls = self.grouped_calls, self.grouped_calls + 1
         planned = self.trace.grouped[number] if number < len(self.trace.grouped) else None
@@ -94,7 +100,9 @@ class Propagation(Calls, TorchFunctionMode):
             raise self.diverged(f"it calls {path} there")
         inputs = compat.flatten((args, kwargs))[0]
         given = (input_signature(args, kwargs), tuple(self._handed(x) for x in inputs))
-        if planned.of is not None and None in [h for h, x in zip(given[1], inputs, strict=True) if isinstance(x, Tensor)]:
+        if planned.of is not None and None in [
+            h for h, x in zip(given[1], inputs, strict=True) if isinstance(x, Tensor)
+        ]:
             raise FullTraceNeeded(path)
         timeline = self.result.timeline
         if planned.of is None:
@@ -126,7 +134,11 @@ class Propagation(Calls, TorchFunctionMode):
             return None
         info = self.info(x)
         # Who owns an open value's gradient is settled later, for each module on its own.
-        return None if any(isinstance(k, Pending) for k in info.kinds) and x.requires_grad else (tuple(info.kinds), info.data)
+        return (
+            None
+            if any(isinstance(k, Pending) for k in info.kinds) and x.requires_grad
+            else (tuple(info.kinds), info.data)
+        )
 
     def at_root(self, x: Tensor, site: Site, declared: dict[str, Placement]) -> Tensor:
         """The contract of the model's own outputs: data axes keep their shards, other axes end replicated, and a

@@ -61,7 +61,9 @@ class Redistributing(Known):
             return self.to_kind(self._own_share(x, k, have, site, where), k, want, site, where)
         src = "S" if isinstance(have, Shard) else str(have)
         dst = "S" if isinstance(want, Shard) else str(want)
-        if src == "S" and dst == "S":  # through the full value; a shard of one dim does not become one of another in place
+        if (
+            src == "S" and dst == "S"
+        ):  # through the full value; a shard of one dim does not become one of another in place
             return self.to_kind(self.to_kind(x, k, R, site, where), k, want, site, where)
         if not grad:
             src = "N" if src in "RI" else src
@@ -69,7 +71,11 @@ class Redistributing(Known):
             want = N if dst == "N" else want
         if src == "A" and dst == "R":
             return self.to_kind(self.to_kind(x, k, I, site, where), k, R, site, where)
-        if (src, dst) not in boundary.MOVES or (isinstance(have, Shard) and have.parts) or (isinstance(want, Shard) and want.parts):
+        if (
+            (src, dst) not in boundary.MOVES
+            or (isinstance(have, Shard) and have.parts)
+            or (isinstance(want, Shard) and want.parts)
+        ):
             raise PlanError(
                 f"{site}: {self.show(x)} cannot become {user_letter(want)} on {axis.name}",
                 code="no-redistribution", module=site.module, where=where,
@@ -126,7 +132,9 @@ class Redistributing(Known):
                     f"{self.axes[k].name} alone cannot change", code="nested-shards", module=site.module,
                 )  # fmt: skip
 
-    def hosted(self, x: Tensor, k: int, want: Kind, where: Where | None, site: Site | None = None, leaf: int = 0) -> Tensor:
+    def hosted(
+        self, x: Tensor, k: int, want: Kind, where: Where | None, site: Site | None = None, leaf: int = 0
+    ) -> Tensor:
         """A redistribution that an op or a declaration asks for: done once a tensor, hosted where it costs least."""
         axis = self.axes[k]
         if want == R and self.info(x).kinds[k] in (P, A):
@@ -147,7 +155,12 @@ class Redistributing(Known):
             out = self.to_kind(x, k, want, here, where)
         self.memo[key] = (out, here, self.frames.snapshot(), [m for _, m, _ in self.result.moves[started:]])
         self.keep.append(x)
-        if site is None and here.side in ("input", "output") and out is not x and not (isinstance(have, Shard) and want == R):
+        if (
+            site is None
+            and here.side in ("input", "output")
+            and out is not x
+            and not (isinstance(have, Shard) and want == R)
+        ):
             self.decisions.add(here, axis.name, self.info(out).kinds[k], where)
         return out
 
@@ -175,7 +188,15 @@ class Redistributing(Known):
         return Site("call", self.stack.path, f"{ordinal}:{leaf}")
 
     def _share(
-        self, x: Tensor, k: int, want: Kind, first: Site, here: Site, frames: Any, moves: list[Move], where: Where | None
+        self,
+        x: Tensor,
+        k: int,
+        want: Kind,
+        first: Site,
+        here: Site,
+        frames: Any,
+        moves: list[Move],
+        where: Where | None,
     ) -> None:
         """A second use of the same redistribution: host it once, at the nearest common module that was handed the tensor;
         where there is none, the first site to run keeps the result for the others."""

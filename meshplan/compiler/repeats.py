@@ -35,13 +35,15 @@ def equal_layers(model: nn.Module, bound: Bound, kinds: Mapping[str, list[Kind]]
     return {path: numbers.setdefault(key, len(numbers)) for path, key in keys.items() if counts[key] > 1}
 
 
-def _describe(m: nn.Module, path: str, relative: str, bound: Bound, kinds: Mapping[str, list[Kind]], params: Mapping[int, str]) -> Any:
+def _describe(
+    m: nn.Module, path: str, relative: str, bound: Bound, kinds: Mapping[str, list[Kind]], params: Mapping[int, str]
+) -> Any:
     own = []
     for key, value in sorted(m.__dict__.items()):
         if key in ("_parameters", "_buffers", "_modules"):
             continue
         own.append((key, _attribute(value)))
-    weights = []
+    weights: list[Any] = []
     for name, p in m._parameters.items():
         if p is None:
             weights.append((name, None))
@@ -140,7 +142,9 @@ class Equals:
         for path, group in groups.items():
             first.setdefault(group, path)
         kept = set(first.values())
-        self.hollow = {path: m for path, m in self.originals.items() if path not in kept and not _inside(path, self.groups, kept)}
+        self.hollow = {
+            path: m for path, m in self.originals.items() if path not in kept and not _inside(path, self.groups, kept)
+        }
 
     def intercept(self, skeleton: nn.Module, handle: Callable[..., Any]) -> None:
         """Let `handle(path, group, module, forward, args, kwargs)` run the forwards of the skeleton's grouped modules."""

@@ -32,7 +32,8 @@ class Site:
 
 @dataclass(frozen=True)
 class Move:
-    """One redistribution on one axis: kinds by letter (`S(1)`, `R`, `I`...), the dim and its global length as the axis sees it."""
+    """One redistribution on one axis: kinds by letter (`S(1)`, `R`, `I`...), the dim and its global length as the
+    axis sees it."""
 
     axis: str
     src: str

@@ -60,7 +60,9 @@ class Chooser:
         if rec.index not in self._ops:
             numbered: list[Any] = []
             for leaf in rec.leaves:
-                numbered.append(_Slot(sum(isinstance(x, _Slot) for x in numbered), leaf.value) if isinstance(leaf, Ref) else leaf)
+                numbered.append(
+                    _Slot(sum(isinstance(x, _Slot) for x in numbered), leaf.value) if isinstance(leaf, Ref) else leaf
+                )
             args, kwargs = compat.unflatten(numbered, rec.structure)
             full = list(bind_arguments(rec.func, args, kwargs))
             if rec.func is torch.Tensor.__rmatmul__:
@@ -96,7 +98,9 @@ class Chooser:
             self._aten[rec.index] = aten.decompose(rec.func, args, kwargs)
         return self._aten[rec.index]
 
-    def replacement(self, rec: Call, names: set[str], chosen: dict[str, Strategy], axes: list[Axis]) -> Replacement | None:
+    def replacement(
+        self, rec: Call, names: set[str], chosen: dict[str, Strategy], axes: list[Axis]
+    ) -> Replacement | None:
         """The semantic operator that must run in place of `rec`, with its settings; None where the call can stay."""
         if rec.func in (F.dropout, F.scaled_dot_product_attention):
             op, _ = self.semantic_op(rec)

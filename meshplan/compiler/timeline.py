@@ -166,7 +166,9 @@ class Timeline:
             torch.autograd.grad(out, live, torch.empty_like(out), retain_graph=True, allow_unused=True)
         back = tuple(self._heard)
         # Before what it saved, for it sends before it saves: a recompute that ends there has sent again.
-        self.events.insert(start, Event("operator", module, forward, back, out.requires_grad, None, call.name, "", call.where))
+        self.events.insert(
+            start, Event("operator", module, forward, back, out.requires_grad, None, call.name, "", call.where)
+        )
         for g in self._live.values():
             if g.last is not None and g.last >= start:
                 g.last += 1

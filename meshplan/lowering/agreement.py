@@ -59,7 +59,9 @@ def signature_check(world: int, rank: int, timeout_s: float = 60.0) -> Callable[
         verdict: list[Any] = json.loads(store.get(f"{turn}/verdict").decode())
         if verdict:
             shown = "; ".join(f"ranks {ranks}: {_brief(t)}" for t, ranks in verdict)
-            raise PlanError(f"ranks were called with different inputs: {shown}", code="inputs-differ", legal="equal local shapes")
+            raise PlanError(
+                f"ranks were called with different inputs: {shown}", code="inputs-differ", legal="equal local shapes"
+            )
 
     return check
 

@@ -117,7 +117,8 @@ def _lift(model: nn.Module, whole: frozenset[str], mesh: DeviceMesh) -> None:
 
 
 def _replicated(p: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    local, placements = p.detach(), [Replicate()] * mesh.ndim
+    local: Any = p.detach()
+    placements: list[Any] = [Replicate()] * mesh.ndim
     if isinstance(local, DTensor):
         mesh, placements = compat.concatenate_meshes([mesh, local.device_mesh]), [*placements, *local.placements]
         local = local.to_local()

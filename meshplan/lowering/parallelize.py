@@ -70,7 +70,13 @@ def parallelize(
     world, rank = (dist.get_world_size(), dist.get_rank()) if real else (1, 0)
     if as_regions(regions or plan.regions) == "dtensor" and world > 1:
         return parallelize_regions(
-            model, plan, inputs, seed=seed, device=device, device_type=_device_type(real), check=lambda: _refuse_used(model)
+            model,
+            plan,
+            inputs,
+            seed=seed,
+            device=device,
+            device_type=_device_type(real),
+            check=lambda: _refuse_used(model),
         )
     failed: PlanError | None = None
     lowered: Lowered | None = None
@@ -157,7 +163,11 @@ def _axes_sets(core: Core) -> list[tuple[str, ...]]:
     for edits in core.program.edits.values():
         for edit in edits.values():
             if edit.replacement:
-                sets += [v for k, v in edit.replacement.settings if k in ("rows", "classes", "tokens", "normed") and len(v) > 1]
+                sets += [
+                    v
+                    for k, v in edit.replacement.settings
+                    if k in ("rows", "classes", "tokens", "normed") and len(v) > 1
+                ]
     return list(dict.fromkeys(sets))
 
 
@@ -210,7 +220,9 @@ def _session(
         for mine, mode in modes:
             mine.training = mode
         heads = {name.partition(".")[0] for name in core.bound.inputs}
-        return compile_core(pristine, plan, spec, {**dict.fromkeys(heads, OMITTED), **given}, rank, check=core.program.checked.how)
+        return compile_core(
+            pristine, plan, spec, {**dict.fromkeys(heads, OMITTED), **given}, rank, check=core.program.checked.how
+        )
 
     agree = signature_check(world, rank) if real and dist.get_backend() != "fake" else (lambda signature: None)
     return Session(model, core, groups, Gradients([]), streams, relower, lambda c: None, agree, lowered)

@@ -21,7 +21,12 @@ def recompute_arounds(bound: Bound, streams: DropoutStreams) -> dict[str, Around
 
     def around(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return checkpoint(
-            in_step(run), *args, use_reentrant=False, preserve_rng_state=False, context_fn=streams.recompute_contexts, **kwargs
+            in_step(run),
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=streams.recompute_contexts,
+            **kwargs,
         )
 
-    return {path: around for path in bound.recompute_units}
+    return dict.fromkeys(bound.recompute_units, around)

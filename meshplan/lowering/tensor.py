@@ -60,7 +60,9 @@ def _distributed(p: nn.Parameter, plan: ParamPlan, built: BuiltMesh, axes: tuple
         # Sub-axes in turn, outermost first, cut as the axis they are of does at once (few_heads.py sees to it).
         group = built.group(axis)
         if shard.parts:
-            local = torch.cat([_cut(piece, shard.dim, group) for piece in local.split(list(shard.parts), shard.dim)], shard.dim)
+            local = torch.cat(
+                [_cut(piece, shard.dim, group) for piece in local.split(list(shard.parts), shard.dim)], shard.dim
+            )
             placements.append(fused_shard(shard.dim, shard.parts))
         else:
             local = _cut(local, shard.dim, group)
@@ -103,10 +105,13 @@ def bind_program(
     for path, name, axis in program.first_only:
         views.setdefault((path, name), []).append(BoundMove("R", "I", groups.group(axis)))
     again = {b.site.module for b in program.boundaries if b.regather}
-    callers = {caller for caller in program.edits}
+    callers = set(program.edits)
     sleepers = {callee for caller, callee in program.calls if caller in callers}
     for path, module in modules.items():
-        edits = {n: _bound(e, path, groups, streams, program.boundaries, shared) for n, e in program.edits.get(path, {}).items()}
+        edits = {
+            n: _bound(e, path, groups, streams, program.boundaries, shared)
+            for n, e in program.edits.get(path, {}).items()
+        }
         ins = {k: _chain(v) for k, v in inputs.get(path, {}).items()}
         outs = {k: _chain(v) for k, v in outputs.get(path, {}).items()}
         around = arounds.get(path)
@@ -119,10 +124,14 @@ def bind_program(
         install(module, duties, _views_of(module, path, views, core, dtensor), path in sleepers)
 
 
-def _views_of(module: nn.Module, path: str, moves: dict[tuple[str, str], list[Any]], core: Core, dtensor: bool) -> dict[str, Any]:
+def _views_of(
+    module: nn.Module, path: str, moves: dict[tuple[str, str], list[Any]], core: Core, dtensor: bool
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     section, whole = core.bound.plan.fsdp, kept_whole(core)
-    canonical = {full: p.name for p in core.bound.params.values() for full in p.names} if path == "" else core_names(core)
+    canonical = (
+        {full: p.name for p in core.bound.params.values() for full in p.names} if path == "" else core_names(core)
+    )
     for name, p in module._parameters.items():
         if p is None:
             continue
@@ -184,7 +193,12 @@ def _converter(b: Boundary, groups: Groups, shared: dict[Any, Any]) -> Convert:
 
 
 def _bound(
-    edit: Edit, path: str, groups: Groups, streams: DropoutStreams, boundaries: tuple[Boundary, ...], shared: dict[Any, Any]
+    edit: Edit,
+    path: str,
+    groups: Groups,
+    streams: DropoutStreams,
+    boundaries: tuple[Boundary, ...],
+    shared: dict[Any, Any],
 ) -> BoundEdit:
     by_leaf = {(b.site.key, b.move): b for b in boundaries if b.site.side == "call" and b.site.module == path}
     converts: list[tuple[int, Callable[[Tensor], Tensor]]] = []

@@ -1,6 +1,6 @@
 """Embedding lookup in a table whose rows are split across ranks: each rank returns a summand of the result.
 
-    table [V, D] -> S(0) on tp;  ids R on tp;  output P on tp: rows held elsewhere are zero, nothing is communicated
+table [V, D] -> S(0) on tp;  ids R on tp;  output P on tp: rows held elsewhere are zero, nothing is communicated
 """
 
 from __future__ import annotations

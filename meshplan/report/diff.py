@@ -33,9 +33,7 @@ def diff_json(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
         "b": _side(b),
         "total": _entry({}, _compare(a, b, lambda c: ())),
         "axes": [_entry({"axis": key[0]}, {key: v}) for key, v in axes.items()],
-        "modules": [
-            _entry({"module": key[0], "axis": key[1]}, {key: v}) for key, v in modules.items() if v[0] != v[1]
-        ],
+        "modules": [_entry({"module": key[0], "axis": key[1]}, {key: v}) for key, v in modules.items() if v[0] != v[1]],
         "placements": [
             {"name": name, "a": left.get(name), "b": right.get(name)}
             for name in dict.fromkeys([*left, *right])

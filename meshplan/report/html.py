@@ -55,7 +55,8 @@ def html_page(d: Mapping[str, Any]) -> str:
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
         "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{_e(d['model'])}</title><style>{_STYLE}</style></head><body>\n" + "\n".join(body)
+        f"<title>{_e(d['model'])}</title><style>{_STYLE}</style></head><body>\n"
+        + "\n".join(body)
         + "\n</body></html>\n"
     )
 

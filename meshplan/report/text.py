@@ -212,7 +212,11 @@ def _details(d: Mapping[str, Any], verbose: int) -> list[RenderableType]:
         parts += ["", table]
     parts += [*_gathers(d), *_formulas(d)]
     if d.get("uncounted"):
-        parts += ["", Text("without a formula", style="bold"), *(Text(plain(f"  {n}: {why}")) for n, why in d["uncounted"].items())]
+        parts += [
+            "",
+            Text("without a formula", style="bold"),
+            *(Text(plain(f"  {n}: {why}")) for n, why in d["uncounted"].items()),
+        ]
     for title in ("rules", "conditions"):
         if d.get(title):
             parts += ["", Text(title, style="bold"), *(Text("  " + plain(_line(x))) for x in d[title])]

@@ -32,7 +32,10 @@ def shard_batch(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
         leaves, structure = compat.flatten(value)
         keys = [path for path, _ in compat.flatten_with_path(value)]
         out[name] = compat.unflatten(
-            [_cut(session, f"{name}.{k}" if k else name, x) if isinstance(x, Tensor) else x for k, x in zip(keys, leaves, strict=True)],
+            [
+                _cut(session, f"{name}.{k}" if k else name, x) if isinstance(x, Tensor) else x
+                for k, x in zip(keys, leaves, strict=True)
+            ],
             structure,
         )
     return out
@@ -68,7 +71,13 @@ def data_group(session: Session) -> AxisGroup:
 _latest: list[Session] = []
 
 
-def token_mean(loss_per_token: Tensor, mask: Tensor | None = None, n_tokens: int | Tensor | None = None, *, model: nn.Module | None = None) -> Tensor:
+def token_mean(
+    loss_per_token: Tensor,
+    mask: Tensor | None = None,
+    n_tokens: int | Tensor | None = None,
+    *,
+    model: nn.Module | None = None,
+) -> Tensor:
     """The mean over the valid tokens of all data ranks, for losses computed outside the model.
 
     Each rank gets `local sum x data ranks / global count`: the mean of it over data ranks, and of its gradients, is the

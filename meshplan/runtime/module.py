@@ -65,7 +65,10 @@ class Duties:
             return self._whole(out) if self._whole else out
         leaves, structure = compat.flatten(out)
         keys = [key for key, _ in compat.flatten_with_path(out)]
-        leaves = [self.outputs[k](x) if k in self.outputs and isinstance(x, Tensor) else x for k, x in zip(keys, leaves, strict=True)]
+        leaves = [
+            self.outputs[k](x) if k in self.outputs and isinstance(x, Tensor) else x
+            for k, x in zip(keys, leaves, strict=True)
+        ]
         return compat.unflatten(leaves, structure)
 
 
@@ -134,7 +137,9 @@ def reclass(module: nn.Module, new: type) -> None:
         module.__class__ = new
         return
     bases = tuple(new if "_meshplan_base" in b.__dict__ else b for b in top.__bases__)
-    module.__class__ = type(top.__name__, bases, {k: v for k, v in top.__dict__.items() if k not in ("__dict__", "__weakref__")})
+    module.__class__ = type(
+        top.__name__, bases, {k: v for k, v in top.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    )
 
 
 def in_step(call: Callable[..., Any]) -> Callable[..., Any]:

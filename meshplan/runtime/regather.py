@@ -1,8 +1,8 @@
 """Gathered sequences that backward gathers again: between forward and backward only this rank's shard is kept.
 
-    forward   x [S] --all_gather--> whole --q, k, v-->   autograd would keep `whole` for the weights' gradients
-    kept      x [S]                                        what is packed is a handle with the shard
-    backward  x [S] --all_gather--> whole                once a boundary, at its first use; dropped after the last
+forward   x [S] --all_gather--> whole --q, k, v-->   autograd would keep `whole` for the weights' gradients
+kept      x [S]                                        what is packed is a handle with the shard
+backward  x [S] --all_gather--> whole                once a boundary, at its first use; dropped after the last
 """
 
 from __future__ import annotations

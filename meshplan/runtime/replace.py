@@ -79,11 +79,9 @@ def _split_norm(settings: Mapping[str, Any], groups: Groups, streams: DropoutStr
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         a = _named(func, args, kwargs)
-        operator = norm.rms_norm if "rms" in func.__name__ else norm.layer_norm
-        given = {"weight": a.get("weight"), "eps": a.get("eps")} | ({"bias": a.get("bias")} if "rms" not in func.__name__ else {})
-        if given["eps"] is None and "rms" not in func.__name__:
-            given["eps"] = 1e-5
-        return operator(a["input"], (size,), group=group, **given)
+        if "rms" in func.__name__:
+            return norm.rms_norm(a["input"], (size,), a.get("weight"), a.get("eps"), group=group)
+        return norm.layer_norm(a["input"], (size,), a.get("weight"), a.get("bias"), a.get("eps") or 1e-5, group=group)
 
     return run
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,8 @@ from torch import Tensor, nn
 from meshplan.compiler.capture import Trace, capture
 from meshplan.compiler.skeleton import fake_copy, fake_world
 from meshplan.errors import PlanError
+
+SOURCE = Path(__file__).read_text().splitlines()
 
 
 def traced(model: nn.Module, **shapes: tuple[int, ...]) -> Trace:
@@ -47,7 +51,7 @@ def test_calls_in_order_with_their_modules_and_lines():
     ]
     assert trace.reads == [("__bool__", True)]
     where = trace.calls[4].where
-    assert where is not None and where.file == __file__ and "y + positions" in open(__file__).read().splitlines()[where.line - 1]
+    assert where is not None and where.file == __file__ and "y + positions" in SOURCE[where.line - 1]
     assert [c.ordinal for c in trace.calls if c.module == ""] == [0, 1, 2, 3, 4, 5]
 
 
@@ -70,7 +74,7 @@ def test_reading_data_on_the_host_is_refused_with_the_line():
         traced(Reads(), x=(3,))
     error = refused.value
     assert error.code == "host-read" and error.where is not None and error.where.file == __file__
-    assert "x.max().item()" in open(__file__).read().splitlines()[error.where.line - 1]
+    assert "x.max().item()" in SOURCE[error.where.line - 1]
 
 
 class InPlace(nn.Module):

@@ -54,7 +54,7 @@ def test_a_matrix_without_a_dim_to_cut_is_refused():
 
 
 def test_asking_for_the_dim_of_the_parts_is_refused_with_the_dim_that_works():
-    with pytest.raises(PlanError, match="cuts dim 0 of ab.weight, which tp splits") as caught:
+    with pytest.raises(PlanError, match=r"cuts dim 0 of ab\.weight, which tp splits") as caught:
         _core(shard_dims={"ab.weight": 0})
     assert caught.value.code == "fsdp-no-dim" and "{ab.weight: 1}" in str(caught.value)
 

@@ -57,7 +57,9 @@ def test_copies_go_through_and_are_given_up_beside_plain_shards():
     few = Shard(0, None, 2)
     alone = choose([Strategy((Shard(0), REP), (Shard(0),))], [few, R], [value(8), value(8)], [False, False], 4)
     assert alone is not None and alone.outs == (few,) and alone.wanted == (None, None)
-    both = choose([Strategy((Shard(0), Shard(0)), (Shard(0),))], [few, Shard(0)], [value(8), value(8)], [False, False], 4)
+    both = choose(
+        [Strategy((Shard(0), Shard(0)), (Shard(0),))], [few, Shard(0)], [value(8), value(8)], [False, False], 4
+    )
     assert both is not None and both.wanted == (Shard(0), None) and both.outs == (Shard(0),)
     summed = choose([Strategy((Shard(0),), (P,))], [few], [value(8)], [False], 4)
     assert summed is not None and summed.wanted == (Shard(0),)  # copies would be counted twice

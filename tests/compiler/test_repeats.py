@@ -59,7 +59,11 @@ def test_a_rule_for_one_layer_makes_it_unlike_the_others(monkeypatch):
     one = mp.Rule("layers.2.feed_forward.w2", output={"tp": mp.R}, override=True)
     once, each = both_ways(llama(), plan([*RULES, one]), monkeypatch)
     assert once["collectives"] == each["collectives"]
-    ops = [(c["module"], c["phase"], c["op"]) for c in once["collectives"] if c["module"] in ("layers.2", "layers.2.feed_forward.w2")]
+    ops = [
+        (c["module"], c["phase"], c["op"])
+        for c in once["collectives"]
+        if c["module"] in ("layers.2", "layers.2.feed_forward.w2")
+    ]
     # Summed whole, and cut again where it meets the residual stream, whose mate gathers.
     assert ops == [("layers.2.feed_forward.w2", "forward", "all_reduce"), ("layers.2", "backward", "all_gather")]
 

@@ -17,9 +17,7 @@ b, s, tp, dp_shard, dp_replicate = (
 
 
 def lowered(mesh: dict[str, int], world: int, rules=(), **sections) -> mp.Lowered:
-    inputs = {
-        name: mp.Input(shape=(8, 12), dtype=torch.int64, place={"dp": mp.S(0)}) for name in ("tokens", "labels")
-    }
+    inputs = {name: mp.Input(shape=(8, 12), dtype=torch.int64, place={"dp": mp.S(0)}) for name in ("tokens", "labels")}
     with torch.device("meta"):
         model = Llama(LlamaConfig(**SIZES))
     return mp.lower(model, mp.Plan(mesh=mesh, inputs=inputs, rules=rules, **sections), world_size=world)

@@ -1,6 +1,5 @@
 """Microbatches of unequal sizes and counts add up to one device's sum, with one reduction at the end."""
 
-
 import pytest
 
 import meshplan as mp

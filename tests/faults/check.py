@@ -22,7 +22,9 @@ def ids(*shape: int, **place: Any) -> mp.Input:
     return mp.Input(shape=shape, dtype=torch.int64, place=place)
 
 
-def plan_of(inputs: dict[str, mp.Input], *rules: mp.Rule, mesh: dict[str, int] | None = None, **sections: Any) -> mp.Plan:
+def plan_of(
+    inputs: dict[str, mp.Input], *rules: mp.Rule, mesh: dict[str, int] | None = None, **sections: Any
+) -> mp.Plan:
     """A plan on tp 2, or on `mesh`."""
     return mp.Plan(mesh=mesh or {"tp": 2}, inputs=inputs, rules=list(rules), **sections)
 
@@ -34,7 +36,9 @@ def exact(factory: Callable[[], nn.Module], plan: mp.Plan, ranks: int = 2, **opt
     return receipt
 
 
-def refused(factory: Callable[[], nn.Module], plan: mp.Plan, code: str, world: int = 2, inputs: Any = None) -> mp.PlanError:
+def refused(
+    factory: Callable[[], nn.Module], plan: mp.Plan, code: str, world: int = 2, inputs: Any = None
+) -> mp.PlanError:
     """The error with which `lower`, which has no process group and so cannot communicate, refuses the plan."""
     with pytest.raises(mp.PlanError) as caught:
         mp.lower(factory(), plan, world, inputs)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import meshplan as mp
 import pytest
 import torch
 from torch import Tensor, nn
 
+import meshplan as mp
 from tests.faults.check import exact, numbers, plan_of
 
 pytestmark = pytest.mark.usefixtures("pool")

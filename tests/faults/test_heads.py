@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-import meshplan as mp
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.faults.check import exact, numbers, plan_of, refused
+import meshplan as mp
+from tests.faults.check import exact, numbers, plan_of
 
 pytestmark = pytest.mark.usefixtures("pool")
 

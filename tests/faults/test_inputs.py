@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import meshplan as mp
 import pytest
 import torch
 from torch import Tensor, nn
 
+import meshplan as mp
 from tests.faults.check import exact, ids, numbers, plan_of, refused
 
 pytestmark = pytest.mark.usefixtures("pool")
@@ -122,7 +122,11 @@ def nested_on_a_rank() -> tuple[float, tuple[int, ...], float]:
     mp.parallelize(model, plan, inputs=nested_batch())
     out = model(**mp.shard_batch(model, nested_batch()))
     out["loss"].backward()
-    return out["loss"].item() - reference.item(), tuple(out["y"].shape), (model.out.weight.grad - want).abs().max().item()
+    return (
+        out["loss"].item() - reference.item(),
+        tuple(out["y"].shape),
+        (model.out.weight.grad - want).abs().max().item(),
+    )
 
 
 def test_nested_inputs_are_sharded_and_each_rank_gets_its_part(pool):
@@ -168,9 +172,13 @@ def test_each_layout_names_its_argument():
     # pytorch#115957: fewer layouts than inputs dropped the rest without a word.
     rules = (mp.Rule("join.{a,b}", use="colwise"), mp.Rule("join", input={"left": {"tp": mp.R}, "right": {"tp": mp.R}}))
     exact(Two, plan_of({"x": numbers(3, 6)}, *rules))
-    error = refused(Two, plan_of({"x": numbers(3, 6)}, mp.Rule("join", input={"middle": {"tp": mp.R}})), "no-such-argument")
+    error = refused(
+        Two, plan_of({"x": numbers(3, 6)}, mp.Rule("join", input={"middle": {"tp": mp.R}})), "no-such-argument"
+    )
     assert "left" in str(error.legal) and error.where.line
-    error = refused(Two, plan_of({"x": numbers(3, 6)}, mp.Rule("join", input={"2": {"tp": mp.R}})), "more-layouts-than-inputs")
+    error = refused(
+        Two, plan_of({"x": numbers(3, 6)}, mp.Rule("join", input={"2": {"tp": mp.R}})), "more-layouts-than-inputs"
+    )
     assert error.where.line
 
 
@@ -184,7 +192,9 @@ def other_batch_on_each_rank() -> dict[str, Tensor]:
 def test_ranks_of_one_tp_group_given_different_batches_are_caught():
     # accelerate#3092.
     with pytest.raises(mp.PlanError) as caught:
-        mp.verify(Keywords, plan_of({"tokens": ids(4, 5)}, mp.Rule("out", use="colwise")), 2, inputs=other_batch_on_each_rank)
+        mp.verify(
+            Keywords, plan_of({"tokens": ids(4, 5)}, mp.Rule("out", use="colwise")), 2, inputs=other_batch_on_each_rank
+        )
     assert caught.value.code == "inputs-differ"
 
 
@@ -208,7 +218,9 @@ def a_batch_of_another_size() -> float:
     model = Keywords().double()
     tokens = torch.arange(30).view(6, 5) % 7
     want = model(tokens).item()
-    mp.parallelize(model, plan_of({"tokens": ids(4, 5)}, mp.Rule("embed", use="embedding"), mp.Rule("out", use="colwise")))
+    mp.parallelize(
+        model, plan_of({"tokens": ids(4, 5)}, mp.Rule("embed", use="embedding"), mp.Rule("out", use="colwise"))
+    )
     return model(tokens).item() - want
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import meshplan as mp
 import pytest
 import torch
 from torch import Tensor, nn
 
+import meshplan as mp
 from tests.faults.check import exact, ids, numbers, plan_of
 
 pytestmark = pytest.mark.usefixtures("pool")
@@ -120,7 +120,21 @@ def test_a_masked_mean_written_in_the_model(how):
 
 
 @pytest.mark.parametrize(
-    "kind", ["mse_loss", "smooth_l1_loss", "l1_loss", "huber_loss", "mse_sum", "bce", "kl", "nll", "cosine", "std", "norm", "max"]
+    "kind",
+    [
+        "mse_loss",
+        "smooth_l1_loss",
+        "l1_loss",
+        "huber_loss",
+        "mse_sum",
+        "bce",
+        "kl",
+        "nll",
+        "cosine",
+        "std",
+        "norm",
+        "max",
+    ],
 )
 def test_losses_over_a_split_batch(kind):
     exact(partial(Losses, kind), of(x=(6, 4), y=(6, 3)))
@@ -146,4 +160,8 @@ def test_an_extra_head_counts_its_own_tokens():
 def test_a_data_rank_without_any_valid_token():
     inputs = {name: ids(2, 4, dp=mp.S(0)) for name in ("tokens", "labels", "extra")}
     none = torch.tensor([[1, 2, 3, 4], [-100] * 4])
-    exact(TwoHeads, mp.Plan(mesh=DP, inputs=inputs), inputs={"tokens": torch.arange(8).view(2, 4) % 7, "labels": none, "extra": none})
+    exact(
+        TwoHeads,
+        mp.Plan(mesh=DP, inputs=inputs),
+        inputs={"tokens": torch.arange(8).view(2, 4) % 7, "labels": none, "extra": none},
+    )

@@ -95,7 +95,10 @@ def test_a_parameter_that_does_not_exist_is_refused():
 
 def test_overlapping_wildcards_are_refused_unless_the_later_one_overrides():
     # pytorch#122968.
-    early, late = mp.Rule("**.up", use="colwise"), mp.Rule("layers.0.up", params={"weight": {"tp": mp.R}, "bias": {"tp": mp.R}})
+    early, late = (
+        mp.Rule("**.up", use="colwise"),
+        mp.Rule("layers.0.up", params={"weight": {"tp": mp.R}, "bias": {"tp": mp.R}}),
+    )
     error = refused(Stack, plan_of(X, early, late), "two-rules")
     assert "'layers.0.up.weight'" in error.message and error.where.line
     late = mp.Rule(late.at, params=late.params, override=True)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import meshplan as mp
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import meshplan as mp
 from tests.faults.check import exact, numbers, plan_of, refused
 
 pytestmark = pytest.mark.usefixtures("pool")
@@ -151,7 +151,16 @@ def test_an_operation_on_a_split_or_partial_value(name):
     exact(partial(Between, name), plan_of({"x": numbers(3, 5, 4)}, *PAIR))
 
 
-UNEVEN = ["mean of a square", "var", "rms norm by hand", "layer norm over split", "softmax over split", "number added to a partial sum", "a mean from numel", "std over split"]
+UNEVEN = [
+    "mean of a square",
+    "var",
+    "rms norm by hand",
+    "layer norm over split",
+    "softmax over split",
+    "number added to a partial sum",
+    "a mean from numel",
+    "std over split",
+]
 
 
 @pytest.mark.parametrize("name", UNEVEN)
@@ -159,7 +168,16 @@ def test_an_operation_on_unequal_shards(name):
     exact(partial(Between, name, hidden=7), plan_of({"x": numbers(3, 5, 4)}, *PAIR))
 
 
-DATA = ["mean of a square", "var", "softmax over split", "cumsum along the sequence", "written in place", "a mean from numel", "custom function on elements", "norm of all"]
+DATA = [
+    "mean of a square",
+    "var",
+    "softmax over split",
+    "cumsum along the sequence",
+    "written in place",
+    "a mean from numel",
+    "custom function on elements",
+    "norm of all",
+]
 
 
 @pytest.mark.parametrize("name", DATA)
@@ -184,7 +202,11 @@ class CustomProduct(nn.Module):
 
 def test_a_custom_function_whose_input_needs_a_reduction_in_backward_is_refused():
     # Its backward gives each rank the part of its own columns, and nobody would know to sum them.
-    error = refused(CustomProduct, plan_of({"x": numbers(3, 4)}, mp.Rule("up", params={"weight": {"tp": mp.S(0)}}), PAIR[1]), "custom-function")
+    error = refused(
+        CustomProduct,
+        plan_of({"x": numbers(3, 4)}, mp.Rule("up", params={"weight": {"tp": mp.S(0)}}), PAIR[1]),
+        "custom-function",
+    )
     assert error.where.file == __file__ and error.where.line
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import meshplan as mp
 import pytest
 import torch
 from torch import Tensor, nn
 
+import meshplan as mp
 from tests.faults.check import exact, numbers, plan_of, refused
 
 pytestmark = pytest.mark.usefixtures("pool")
@@ -61,7 +61,10 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate(x).softmax(-1)
-        parts = [down(torch.relu(up(x)) * weights[..., i : i + 1]) for i, (up, down) in enumerate(zip(self.up, self.down))]
+        parts = [
+            down(torch.relu(up(x)) * weights[..., i : i + 1])
+            for i, (up, down) in enumerate(zip(self.up, self.down, strict=True))
+        ]
         return sum(parts).square().sum()
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import meshplan as mp
 import pytest
 import torch
 from torch import Tensor, nn
 
+import meshplan as mp
 from tests.faults.check import exact, ids, plan_of, refused
 
 pytestmark = pytest.mark.usefixtures("pool")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import meshplan as mp
 import pytest
 import torch
 from torch import Tensor, nn
 
+import meshplan as mp
 from tests.faults.check import exact, ids, numbers, plan_of, refused
 
 pytestmark = pytest.mark.usefixtures("pool")
@@ -77,12 +77,20 @@ def test_an_odd_sequence_under_sequence_parallelism(length):
 
 
 def test_five_rows_over_four_ranks():
-    exact(partial(Block, 5), plan_of({"tokens": ids(2, 4), "labels": ids(2, 4)}, mp.Rule("embed", use="embedding"), mesh={"tp": 4}), 4)
+    exact(
+        partial(Block, 5),
+        plan_of({"tokens": ids(2, 4), "labels": ids(2, 4)}, mp.Rule("embed", use="embedding"), mesh={"tp": 4}),
+        4,
+    )
 
 
 def test_a_first_dim_smaller_than_the_data_axis():
     # pytorch#137342: rows 2 on 4 ranks leave two ranks with nothing to hold.
-    exact(partial(Mlp, 2), plan_of({"x": numbers(4, 8, dp=mp.S(0))}, mesh={"dp_shard": 4}, fsdp=mp.Fsdp(units=["up", "down"])), 4)
+    exact(
+        partial(Mlp, 2),
+        plan_of({"x": numbers(4, 8, dp=mp.S(0))}, mesh={"dp_shard": 4}, fsdp=mp.Fsdp(units=["up", "down"])),
+        4,
+    )
 
 
 def test_a_batch_the_data_axis_does_not_divide_is_refused():

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import meshplan as mp
 import pytest
 import torch
 from torch import Tensor, nn
 
+import meshplan as mp
 from tests.faults.check import exact, ids, plan_of
 
 pytestmark = pytest.mark.usefixtures("pool")
@@ -38,7 +38,7 @@ class Chunked(Head):
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         total = torch.zeros((), dtype=self.head.weight.dtype)
         hidden = torch.tanh(self.embed(tokens))
-        for x, y in zip(hidden.chunk(4, 1), labels.chunk(4, 1)):
+        for x, y in zip(hidden.chunk(4, 1), labels.chunk(4, 1), strict=True):
             total = total + nn.functional.cross_entropy(self.head(x).flatten(0, 1), y.flatten(), reduction="sum")
         return total / (labels != -100).sum()
 
@@ -84,7 +84,10 @@ def batch(labels: list[int], rows: int) -> dict[str, Tensor]:
 )
 def test_a_loss_of_split_logits(rows, options):
     # Megatron-LM#737, #7452 (1) and (2), oslo#85: labels include -100 and both ends of the vocabulary.
-    given = batch([0, 3, -100, rows - 1, 2, 3, -100, 4] if "ignore_index" not in options else [0, 3, 1, rows - 1, 2, 3, 3, 4], rows)
+    given = batch(
+        [0, 3, -100, rows - 1, 2, 3, -100, 4] if "ignore_index" not in options else [0, 3, 1, rows - 1, 2, 3, 3, 4],
+        rows,
+    )
     exact(partial(Head, rows, **options), plan_of(INPUTS, HEAD), inputs=given)
 
 

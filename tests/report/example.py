@@ -12,9 +12,18 @@ def collective(phase: str, op: str, axis: str, elements: int, module: str, tenso
     """One float32 collective on 2 ranks; `wire_bytes` by the ring."""
     up, down = RING[op]
     record = {
-        "phase": phase, "op": op, "axis": axis, "ranks_per_group": 2, "count": 1, "dtype": "float32",
-        "elements": elements, "bytes": 4 * elements, "wire_bytes": 4 * elements * up // down,
-        "module": module, "tensor": tensor, "where": "",
+        "phase": phase,
+        "op": op,
+        "axis": axis,
+        "ranks_per_group": 2,
+        "count": 1,
+        "dtype": "float32",
+        "elements": elements,
+        "bytes": 4 * elements,
+        "wire_bytes": 4 * elements * up // down,
+        "module": module,
+        "tensor": tensor,
+        "where": "",
     }
     return {**record, **more}
 
@@ -35,10 +44,18 @@ def llama(layers: int = 2) -> dict[str, Any]:
     forward, backward, boundaries = [], [], []
     for module, side, source, target, (there, back), where in sites:
         tensor = "x" if side == "input" else "0"
-        boundaries.append({
-            "module": module, "side": side, "tensor": tensor, "axis": "tp", "from": source, "to": target,
-            "where": where, "implicit": False,
-        })
+        boundaries.append(
+            {
+                "module": module,
+                "side": side,
+                "tensor": tensor,
+                "axis": "tp",
+                "from": source,
+                "to": target,
+                "where": where,
+                "implicit": False,
+            }
+        )
         forward.append(collective("forward", there, "tp", hidden, module, tensor, where=where))
         backward.insert(0, collective("backward", back, "tp", hidden, module, tensor, where=where))
     for name in names:

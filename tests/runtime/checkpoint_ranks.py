@@ -44,7 +44,9 @@ def net(fill: bool = True) -> Holder:
     """7 and 13 rows: uneven on 2, 3 and 4 ranks; one bias; values 1, 2, 3, ... scaled down, or zeros."""
     scale = 0.01 if fill else 0.0
     return Holder(
-        up__weight=numbered(7, 5) * scale, down__weight=numbered(5, 7) * scale, down__bias=numbered(5) * scale,
+        up__weight=numbered(7, 5) * scale,
+        down__weight=numbered(5, 7) * scale,
+        down__bias=numbered(5) * scale,
         vocab__weight=numbered(13, 3) * scale,
     )
 

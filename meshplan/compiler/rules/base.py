@@ -24,7 +24,8 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<not given>"})()
 @dataclass(frozen=True)
 class Strategy:
     """Kinds of the tensor inputs (in order of appearance) and of the tensor outputs. `replace` names a semantic
-    operator that must run in place of the op for the strategy to be true. `plain` strategies do not hold for dims sharded in parts."""
+    operator that must run in place of the op for the strategy to be true. `plain` strategies do not hold for dims
+    sharded in parts."""
 
     ins: tuple[Kind, ...]
     outs: tuple[Kind, ...]
@@ -61,7 +62,9 @@ def batchlike(op: Op, dims: Sequence[int]) -> list[Strategy]:
     return [same(op, Shard(d)) for d in dims]
 
 
-def broadcast(ins: Sequence[Tensor], out_shape: Sequence[int], skip: Sequence[int] = ()) -> list[tuple[tuple[Kind, ...], int]]:
+def broadcast(
+    ins: Sequence[Tensor], out_shape: Sequence[int], skip: Sequence[int] = ()
+) -> list[tuple[tuple[Kind, ...], int]]:
     """For every out dim not in `skip`: the kinds that inputs broadcast to `out_shape` have when that dim is sharded.
     A dim of size 1 in an input is broadcast, so the input is replicated there."""
     found: list[tuple[tuple[Kind, ...], int]] = []
@@ -98,4 +101,17 @@ def is_float(t: Tensor) -> bool:
     return t.dtype.is_floating_point or t.dtype.is_complex
 
 
-__all__ = ["MISSING", "REP", "Op", "Rule", "Strategy", "batchlike", "broadcast", "dims_of", "is_float", "linear_in", "same", "torch"]
+__all__ = [
+    "MISSING",
+    "REP",
+    "Op",
+    "Rule",
+    "Strategy",
+    "batchlike",
+    "broadcast",
+    "dims_of",
+    "is_float",
+    "linear_in",
+    "same",
+    "torch",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshplan.compiler.kinds import A, P
+from meshplan.compiler.kinds import A, Kind, P
 from meshplan.compiler.rules.base import REP, Op, Rule, Strategy, broadcast, dims_of, is_float, linear_in, same
 from meshplan.compiler.rules.views import along_dim
 from meshplan.plan.placements import Shard
@@ -51,7 +51,7 @@ def extremum(op: Op, n: int) -> list[Strategy]:
 
 def embedding(op: Op, n: int) -> list[Strategy]:
     """aten.embedding(weight, ids): ids sharded anywhere, or the table's columns; rows need the semantic operator."""
-    weight, ids = op.ins
+    _, ids = op.ins
     found = [Strategy((REP, Shard(d)), (Shard(d),)) for d in range(ids.dim())]
     return [*found, Strategy((Shard(1), REP), (Shard(ids.dim()),))]
 
@@ -83,7 +83,12 @@ def index(op: Op, n: int) -> list[Strategy]:
     at = [k for k, i in enumerate(indices) if i is not None]
     if not at or any(i.dtype.is_floating_point is False and str(i.dtype) == "torch.bool" for i in op.ins[1:]):
         return []
-    shape = [max(s) for s in zip(*[[1] * (max(i.dim() for i in op.ins[1:]) - i.dim()) + list(i.shape) for i in op.ins[1:]], strict=True)]
+    shape = [
+        max(s)
+        for s in zip(
+            *[[1] * (max(i.dim() for i in op.ins[1:]) - i.dim()) + list(i.shape) for i in op.ins[1:]], strict=True
+        )
+    ]
     adjacent = at == list(range(at[0], at[-1] + 1))
     start = at[0] if adjacent else 0
     found: list[Strategy] = []
@@ -113,9 +118,11 @@ def bucketize(op: Op, n: int) -> list[Strategy]:
 def matmul2d(op: Op, n: int) -> list[Strategy]:
     """mm and bmm, addmm and baddbmm: batch, rows, columns, or the contracted dim (which leaves a partial sum)."""
     biased = op.name in ("addmm", "baddbmm")
-    a, b = op.ins[-2], op.ins[-1]
-    nd = a.dim()
-    rows = [((Shard(nd - 2), REP), Shard(nd - 2)), ((REP, Shard(nd - 1)), Shard(nd - 1))]
+    nd = op.ins[-2].dim()
+    rows: list[tuple[tuple[Kind, ...], Shard]] = [
+        ((Shard(nd - 2), REP), Shard(nd - 2)),
+        ((REP, Shard(nd - 1)), Shard(nd - 1)),
+    ]
     if nd == 3:
         rows.append(((Shard(0), Shard(0)), Shard(0)))
     found = []
@@ -136,9 +143,13 @@ RULES: dict[str, Rule] = {
     "sum": total,
     "mean": mean,
     **dict.fromkeys(
-        "amax amin max min var std var_mean std_mean argmax argmin norm linalg_vector_norm logsumexp prod any all".split(), extremum
+        "amax amin max min var std var_mean std_mean argmax argmin norm linalg_vector_norm logsumexp prod any all".split(),
+        extremum,
     ),
-    **dict.fromkeys("cumsum cumprod logcumsumexp cummax cummin sort topk _softmax _log_softmax softmax log_softmax glu unfold".split(), along_dim),
+    **dict.fromkeys(
+        "cumsum cumprod logcumsumexp cummax cummin sort topk _softmax _log_softmax softmax log_softmax glu unfold".split(),
+        along_dim,
+    ),
     "embedding": embedding,
     "gather": gather,
     **dict.fromkeys("scatter scatter_add scatter_ scatter_add_ scatter_reduce".split(), scatter),

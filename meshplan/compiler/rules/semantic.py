@@ -20,7 +20,7 @@ from meshplan.plan.placements import Shard
 
 def linear(op: Op, n: int) -> list[Strategy]:
     """`x[..., k] @ w[n, k].T + b[n]`: batch dims, columns (w dim 0), rows (w dim 1: partial sum), partial input."""
-    x, w = op.ins[0], op.ins[1]
+    x = op.ins[0]
     last = x.dim() - 1
     bias: tuple[Kind, ...] = (REP,) if len(op.ins) == 3 else ()
     out = op.outs[0].dim() - 1
@@ -56,7 +56,7 @@ def _batch_of(t: torch.Tensor) -> torch.Tensor:
 
 
 def einsum(op: Op, n: int) -> list[Strategy]:
-    """One strategy a letter: every operand that has it is sharded there; a letter missing from the result leaves a partial sum."""
+    """One strategy a letter: every operand that has it is sharded there; one missing from the result leaves a partial sum."""
     equation = op.args[0]
     if not isinstance(equation, str) or "." in equation:
         return []
@@ -125,7 +125,7 @@ def layer_norm(op: Op, n: int) -> list[Strategy]:
 
 def embedding(op: Op, n: int) -> list[Strategy]:
     """F.embedding(ids, weight): ids anywhere; the table's columns; its rows by masking (partial sum)."""
-    ids, weight = op.ins
+    ids, _ = op.ins
     found = [Strategy((Shard(d), REP), (Shard(d),)) for d in range(ids.dim())]
     found.append(Strategy((REP, Shard(1)), (Shard(ids.dim()),)))
     found.append(Strategy((REP, Shard(0)), (P,), "embedding"))
@@ -200,7 +200,9 @@ def whole(op: Op, n: int) -> list[Strategy]:
 _T = torch.Tensor
 RULES: dict[Callable[..., Any], Rule] = {
     F.linear: linear,
-    **dict.fromkeys((torch.matmul, _T.matmul, _T.__matmul__, _T.__rmatmul__, torch.bmm, _T.bmm, torch.mm, _T.mm), matmul),
+    **dict.fromkeys(
+        (torch.matmul, _T.matmul, _T.__matmul__, _T.__rmatmul__, torch.bmm, _T.bmm, torch.mm, _T.mm), matmul
+    ),
     **dict.fromkeys((torch.mv, _T.mv, torch.dot, _T.dot), matmul),
     torch.einsum: einsum,
     torch.functional.einsum: einsum,
@@ -218,18 +220,36 @@ RULES: dict[Callable[..., Any], Rule] = {
 # Argument names, so that keyword calls and positional calls are one op. `__rmatmul__(a, b)` is `b @ a`.
 SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {
     F.linear: ("input", "weight", "bias"),
-    F.scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
+    F.scaled_dot_product_attention: (
+        "query",
+        "key",
+        "value",
+        "attn_mask",
+        "dropout_p",
+        "is_causal",
+        "scale",
+        "enable_gqa",
+    ),
     F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
     F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
     torch.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
     torch.rms_norm: ("input", "normalized_shape", "weight", "eps"),
     F.embedding: ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
     F.cross_entropy: (
-        "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
+        "input",
+        "target",
+        "weight",
+        "size_average",
+        "ignore_index",
+        "reduce",
+        "reduction",
+        "label_smoothing",
     ),
     F.dropout: ("input", "p", "training", "inplace"),
     F.pad: ("input", "pad", "mode", "value"),
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), ("input", "weight", "bias", "stride", "padding", "dilation", "groups")),
+    **dict.fromkeys(
+        (F.conv1d, F.conv2d, F.conv3d), ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    ),
     **dict.fromkeys((torch.matmul, torch.bmm, torch.mm), ("input", "other")),
     **losses.SIGNATURES,
     **samples.SIGNATURES,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from math import prod
 
 from meshplan.compiler.kinds import A, Kind, P
 from meshplan.compiler.rules.base import REP, Op, Rule, Strategy, dims_of, is_float, same
@@ -206,7 +205,7 @@ def regroup_parts(held: tuple[int, ...], wanted: tuple[int, ...]) -> list[tuple[
             here = []
         elif len(out) < len(ends) and at > ends[len(out)]:
             return None
-    return out if len(out) == len(wanted) and prod(wanted) else None
+    return out if len(out) == len(wanted) and 0 not in wanted else None
 
 
 def creation(op: Op, n: int) -> list[Strategy]:
@@ -227,7 +226,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("view_as_complex", "view_as_real"), complex_view),
     **dict.fromkeys("view _unsafe_view reshape flatten unflatten view_copy _reshape_alias".split(), reshape),
     **dict.fromkeys(
-        "t transpose permute unsqueeze squeeze expand flip roll repeat tril triu transpose_ t_ squeeze_ unsqueeze_".split(), permutation
+        "t transpose permute unsqueeze squeeze expand flip roll repeat tril triu transpose_ t_ squeeze_ unsqueeze_".split(),
+        permutation,
     ),
     "slice": slices,
     "select": select,

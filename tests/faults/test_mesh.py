@@ -1,0 +1,105 @@
+"""Meshes that do not fit the world, axes of size 1, and ranks that do not agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshplan as mp
+from tests.faults.check import exact, numbers, plan_of, refused
+from tests.faults.test_uneven import PAIR, Mlp
+
+X = {"x": numbers(4, 8)}
+
+
+@pytest.mark.parametrize(("mesh", "world"), [({"dp_shard": 4}, 6), ({"dp_shard": -1, "tp": 4}, 6), ({"tp": 3}, 4)])
+def test_a_mesh_that_does_not_multiply_to_the_world_is_refused(mesh, world):
+    # axolotl#2977: floor division left ranks over. Both numbers and what would fit are said.
+    error = refused(Mlp, plan_of(X, mesh=mesh), "mesh-size", world)
+    assert str(world) in error.message and str(max(mesh.values())) in error.message and error.legal
+
+
+def test_an_unknown_axis_is_refused_with_the_nearest_name():
+    error = refused(Mlp, plan_of(X, mesh={"tpp": 2}), "unknown-axis")
+    assert "tp" in error.legal
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 1}, {"dp_replicate": 1, "dp_shard": 1, "tp": 1}])
+def test_axes_of_one_rank_are_the_plain_model_without_communication(pool, mesh):
+    # pytorch#127213, accelerate#3798: missing axes count as size 1.
+    exact(Mlp, plan_of(X, *PAIR, mesh=mesh), 1)
+    assert mp.lower(Mlp(), plan_of(X, *PAIR, mesh=mesh), 1).collectives == []
+
+
+def test_an_axis_of_one_beside_another(pool):
+    exact(Mlp, plan_of({"x": numbers(4, 8, dp=mp.S(0))}, *PAIR, mesh={"dp_shard": 2, "tp": 1}), 2)
+
+
+def differing(what: str) -> tuple[str, str]:
+    """On a rank: what `parallelize` raises when rank 1 has another plan, model or error."""
+    rank, hidden, rules = dist.get_rank(), 6, PAIR
+    if rank == 1 and what == "plan":
+        rules = PAIR[:1]
+    if rank == 1 and what == "model":
+        hidden = 8
+    if rank == 1 and what == "error":
+        rules = (mp.Rule("upp", use="colwise"),)
+    try:
+        mp.parallelize(Mlp(hidden), plan_of(X, *rules))
+    except mp.PlanError as error:
+        return error.code, error.message
+    return "none", ""
+
+
+@pytest.mark.parametrize(
+    ("what", "codes"),
+    [("plan", ["ranks-differ"] * 2), ("model", ["ranks-differ"] * 2), ("error", ["rank-failed", "no-such-module"])],
+)
+def test_if_one_rank_differs_or_fails_every_rank_raises(pool, what, codes):
+    answers = pool.run(differing, what, world=2)
+    assert [code for code, _ in answers] == codes
+    assert "1" in answers[0][1]
+
+
+def refused_before_any_collective() -> tuple[str, int]:
+    from meshplan.runtime.recorder import record_collectives
+
+    with record_collectives() as log:
+        try:
+            mp.parallelize(Mlp(), plan_of({"x": numbers(5, 8, dp=mp.S(0))}, mesh={"dp_shard": 2}))
+        except mp.PlanError as error:
+            return error.code, len(list(log))
+    return "none", -1
+
+
+def test_a_refusal_comes_before_any_collective(pool):
+    assert pool.run(refused_before_any_collective, world=2) == [("input-not-divisible", 0)] * 2
+
+
+def parallelized_twice() -> str:
+    model = mp.parallelize(Mlp(), plan_of(X, *PAIR))
+    try:
+        mp.parallelize(model, plan_of(X, *PAIR))
+    except mp.PlanError as error:
+        return error.code
+    return "none"
+
+
+def test_parallelizing_twice_is_refused(pool):
+    assert pool.run(parallelized_twice, world=2) == ["already-parallelized"] * 2
+
+
+def test_a_model_that_was_sharded_by_hand_is_refused():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = Mlp()
+        spread = distribute_tensor(model.up.weight, init_device_mesh("cpu", (2,)), [Shard(0)])
+        model.up.weight = torch.nn.Parameter(spread)
+        refused(lambda: model, plan_of(X, *PAIR), "already-sharded")
+    finally:
+        dist.destroy_process_group()
