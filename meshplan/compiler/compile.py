@@ -150,7 +150,8 @@ def _until_stable(
             kind = R if R in pending.find().needs else I
             if decisions.gathered.get((site, axis)) != kind:
                 decisions.gathered[site, axis] = kind
-                decisions.implicit.setdefault(site, where)
+                if where is not None:
+                    decisions.implicit.setdefault(site, where)
                 decisions.changed = True
         if not decisions.changed:
             run.result.moves, run.result.edits = once(run.result.invocations, run.result.moves)

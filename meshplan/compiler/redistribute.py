@@ -140,6 +140,8 @@ class Redistributing(Known):
         if want == R and self.info(x).kinds[k] in (P, A):
             want = I  # a sum is whole on every rank; whoever then uses it in a split computation asks for R
         here = site or self._host(x, leaf)
+        if here.side in ("input", "output") and axis.name in self.declared(here.module, here.side, here.key):
+            where = None  # the plan says so: not an implicit one
         key = (id(x), axis.name, str(want), here.module if here.side == "param" else "")
         if key in self.memo:
             made, first, frames, moves = self.memo[key]

@@ -60,4 +60,5 @@ class Decisions:
         if held.get(axis) != kind:
             held[axis] = kind
             self.changed = True
-        self.implicit.setdefault(site, where)
+        if where is not None:
+            self.implicit.setdefault(site, where)
