@@ -56,7 +56,8 @@ _PLAIN = {int, float, str, bool, type(None), dict, list, tuple, set, OrderedDict
 def _shell(m: nn.Module) -> nn.Module:
     """A module of the same class and attributes without parameters and children: it can be looked at, not run."""
     shell = m.__class__.__new__(m.__class__)
-    own = {k: v for k, v in m.__dict__.items() if not k.endswith("_hooks")}
+    # Tables of hooks (`_forward_hooks_with_kwargs` among them) are written to when the shell is hooked: it has its own.
+    own = {k: v for k, v in m.__dict__.items() if "_hooks" not in k}
     shell.__dict__.update(nn.Module().__dict__ | own | {"_parameters": {}, "_buffers": {}, "_modules": {}})
     return shell
 
