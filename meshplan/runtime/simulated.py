@@ -57,6 +57,7 @@ class World:
 
         def body(rank: int) -> None:
             with self._turn:
+                Step.depth, Editing.running[:] = 0, []
                 try:
                     if self._failed is None:
                         results[rank] = work(rank)
@@ -65,11 +66,13 @@ class World:
                 self._alive -= 1
                 self._notice_deadlock()
 
+        ambient = Step.depth, list(Editing.running)
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        Step.depth, Editing.running[:] = ambient
         if self._failed is not None:
             raise self._failed
         return results

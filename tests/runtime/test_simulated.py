@@ -98,3 +98,16 @@ def test_the_first_error_of_a_rank_is_raised() -> None:
 
     with pytest.raises(ValueError, match="rank 3"):
         world.run(work)
+
+
+def test_a_rank_that_starts_while_another_waits_starts_clean() -> None:
+    world = World(6)
+
+    def work(rank: int) -> int:
+        found = Step.depth
+        Step.depth = 1
+        groups(world, rank).group("dp_shard", "tp").all_reduce(torch.zeros(1))
+        return found
+
+    assert world.run(work) == [0] * 6
+    assert Step.depth == 0
