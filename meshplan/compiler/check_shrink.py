@@ -50,18 +50,21 @@ def small_degree(degree: int) -> int:
 
 
 class _Lengths:
-    """Short lengths with what the true length has, each handed out once."""
+    """Short lengths with what the true length has, each handed out once. Lengths that are not `split` keep parity only;
+    None means that any may be."""
 
-    def __init__(self, use: Use, degree: int) -> None:
-        self.was, self.degree = use.degree, degree
+    def __init__(self, use: Use, degree: int, split: set[int] | None = None) -> None:
+        self.was, self.degree, self.split = use.degree, degree, split
         self._taken: set[int] = set()
 
     def pick(self, size: int) -> int:
         if size in (0, 1):
             return size
-        if size == self.was:
+        whole = self.split is not None and size not in self.split
+        if size == self.was and not whole:
             return self.degree
-        found = next(n for n in self._candidates(size) if n not in self._taken)
+        candidates = count(4 - size % 2, 2) if whole else self._candidates(size)
+        found = next(n for n in candidates if n not in self._taken)
         self._taken.add(found)
         return min(found, size)
 
@@ -79,7 +82,7 @@ class _Lengths:
 def _by_sizes(use: Use, degree: int) -> Use | None:
     """Every length replaced by a short one, wherever it stands among shapes and arguments; if the call refuses, only
     those lengths that it accepts one by one."""
-    lengths = _Lengths(use, degree)
+    lengths = _Lengths(use, degree, _split(use))
     parts = _parts(use)
     table: dict[int, int] = {}
     for size in sorted({s for many in parts.values() for s in many}):
@@ -96,7 +99,24 @@ def _by_sizes(use: Use, degree: int) -> Use | None:
     for size in free:
         if _with(use, {**kept, size: table[size]}, degree) is not None:
             kept[size] = table[size]
+    for many, few in _multiples(free):
+        # Two lengths of which one is so many times the other: query heads and key heads.
+        tried = {**kept, few: table[few], many: table[few] * (many // few)}
+        if many not in kept and tried[many] < many and _with(use, tried, degree) is not None:
+            kept = tried
     return _with(use, kept, degree)
+
+
+def _multiples(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return ((a, b) for a in sizes for b in sizes if a > b and a % b == 0)
+
+
+def _split(use: Use) -> set[int]:
+    """The lengths of dims that are split."""
+    shapes = [*(t.shape for t in use.tensors), *(_results(use) or [])]
+    kinds = [*use.ins, *use.outs]
+    pairs = zip(shapes, kinds[: len(shapes)], strict=True)
+    return {shape[k.dim] for shape, k in pairs if isinstance(k, Shard) and k.dim < len(shape)}
 
 
 def _parts(use: Use) -> dict[int, tuple[int, ...]]:
