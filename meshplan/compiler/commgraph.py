@@ -103,6 +103,11 @@ class Walk:
         self.events = core.program.events
         self.unit_paths = {u.path for u in step.units}
         self.ends = self._spans()
+        # Backward through a unit's first call completes its gradients: later calls, met before it, add to the same ones.
+        self.earliest: dict[str, int] = {}
+        for enter, leave in sorted(self.ends.items()):
+            if self.events[leave].grad:
+                self.earliest.setdefault(self.events[enter].module, enter)
         self.points: list[Point] = []
         self.out: list[Collective | int] = []  # an int stands for what FSDP sends at that point
 
@@ -179,7 +184,7 @@ class Walk:
         if e.what == "leave" and e.module in self.unit_paths and e.grad:
             self._point("pre_backward", e.module, False, True)
         elif e.what == "enter" and e.module in self.unit_paths and e.grad:
-            self._point("post_backward", e.module, False, True)
+            self._point("post_backward", e.module, False, i == self.earliest[e.module])
         for sent in e.backward:
             self.out.append(_collective("backward", sent, e))
 
