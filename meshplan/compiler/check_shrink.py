@@ -87,8 +87,8 @@ def _by_sizes(use: Use, degree: int) -> Use | None:
     table: dict[int, int] = {}
     for size in sorted({s for many in parts.values() for s in many}):
         table[size] = lengths.pick(size)
-    for total, many in parts.items():
-        table[total] = sum(table[s] for s in many)
+    for total, pieces in parts.items():
+        table[total] = sum(table[s] for s in pieces)
     free = sorted({s for t in use.tensors for s in t.shape if s > 1} | set(_written(use)))
     for size in free:
         table.setdefault(size, lengths.pick(size))
