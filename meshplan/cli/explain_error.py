@@ -51,7 +51,9 @@ def register(app: typer.Typer) -> None:
 
 
 def explain_error(
-    code: Annotated[str | None, typer.Argument(help="The code in brackets at the end of an error's first line.")] = None,
+    code: Annotated[
+        str | None, typer.Argument(help="The code in brackets at the end of an error's first line.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of text.")] = False,
 ) -> None:
     """Say what the error CODE means and how to cure it; without CODE, list all codes."""

@@ -150,8 +150,7 @@ def _until_stable(
             kind = R if R in pending.find().needs else I
             if decisions.gathered.get((site, axis)) != kind:
                 decisions.gathered[site, axis] = kind
-                if where is not None:
-                    decisions.implicit.setdefault(site, where)
+                decisions.asked.setdefault(site, where)
                 decisions.changed = True
         if not decisions.changed:
             run.result.moves, run.result.edits = once(run.result.invocations, run.result.moves)
@@ -271,9 +270,9 @@ def _program(bound: Bound, result: Pass, settled: Decisions, axes: list[Axis], e
         Boundary(
             site,
             move,
-            where is not None or site in settled.implicit,
+            (where is not None or site in settled.asked) and site not in settled.declared,
             site in result.shared,
-            where or settled.implicit.get(site),
+            where or settled.asked.get(site),
             move.src == "S" and site in again,
         )
         for site, move, where in result.moves

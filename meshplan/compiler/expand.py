@@ -65,8 +65,10 @@ def _copy(result: Pass, settled: Decisions, found: _Found, old: str, new: str) -
         result.moves.append((copied, move, where))
         if site in result.shared:
             result.shared.add(copied)
-        if site in settled.implicit:
-            settled.implicit[copied] = settled.implicit[site]
+        if site in settled.asked:
+            settled.asked[copied] = settled.asked[site]
+        if site in settled.declared:
+            settled.declared.add(copied)
     for path, edits in found.edits:
         result.edits[here(path) or path] = {n: _moved_edit(e, here) for n, e in edits.items()}
     for (path, name, axis), pending in found.uses:

@@ -143,6 +143,8 @@ class Known:
 
     def _refuse_in_checkpoint(self, what: str, module: str, where: Where | None) -> None:
         if compat.in_checkpoint():
+            at = min(self.cursor, len(self.trace.calls) - 1)  # a boundary has no line of its own: the next call's
+            where = where or self.trace.calls[at].where
             raise PlanError(
                 f"{what} inside a checkpoint of the model's own, which would repeat it in backward unforeseen",
                 code="own-checkpoint", where=where, module=module,

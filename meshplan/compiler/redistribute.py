@@ -141,7 +141,7 @@ class Redistributing(Known):
             want = I  # a sum is whole on every rank; whoever then uses it in a split computation asks for R
         here = site or self._host(x, leaf)
         if here.side in ("input", "output") and axis.name in self.declared(here.module, here.side, here.key):
-            where = None  # the plan says so: not an implicit one
+            self.decisions.declared.add(here)
         key = (id(x), axis.name, str(want), here.module if here.side == "param" else "")
         if key in self.memo:
             made, first, frames, moves = self.memo[key]
@@ -208,6 +208,8 @@ class Redistributing(Known):
         host = common_host(x, frames, self.frames.snapshot())
         if host is not None:
             site, axis = Site("input", *host), self.axes[k].name
+            if here in self.decisions.declared:
+                self.decisions.declared.add(site)
             if site != first:
                 gathered = isinstance(self.info(x).kinds[k], Shard) and want in (R, I)
                 kind = self.decisions.gathered.get((first, axis), R) if gathered else want

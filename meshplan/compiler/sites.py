@@ -46,12 +46,17 @@ class Move:
 
 @dataclass
 class Decisions:
-    """What earlier passes settled; a pass that needs more adds to it and the program is propagated again."""
+    """What earlier passes settled; a pass that needs more adds to it and the program is propagated again.
+
+    Attributes:
+        moves: the kind a tensor has behind a site, by axis. gathered: who owns the gradient of a gathered value.
+        asked: sites where an op asked for a move, with its line. declared: those among them that the plan declares.
+    """
 
     moves: dict[Site, dict[str, Kind]] = field(default_factory=dict)
     gathered: dict[tuple[Site, str], Kind] = field(default_factory=dict)
-    use: dict[tuple[str, str, str], Kind] = field(default_factory=dict)
-    implicit: dict[Site, Where | None] = field(default_factory=dict)
+    asked: dict[Site, Where | None] = field(default_factory=dict)
+    declared: set[Site] = field(default_factory=set)
     changed: bool = False
 
     def add(self, site: Site, axis: str, kind: Kind, where: Where | None) -> None:
@@ -60,5 +65,4 @@ class Decisions:
         if held.get(axis) != kind:
             held[axis] = kind
             self.changed = True
-        if where is not None:
-            self.implicit.setdefault(site, where)
+        self.asked.setdefault(site, where)

@@ -124,7 +124,9 @@ def test_a_learned_token_expanded_over_the_batch(mesh):
 
 
 def test_a_spatial_split_of_a_convolution_that_no_rank_can_do_alone_is_listed():
-    low = mp.lower(Layers("conv k7 s2 p3").double(), plan_of({"x": numbers(2, 4, 8, 8, dp=mp.S(3))}, mesh={"dp_shard": 2}), 2)
+    low = mp.lower(
+        Layers("conv k7 s2 p3").double(), plan_of({"x": numbers(2, 4, 8, 8, dp=mp.S(3))}, mesh={"dp_shard": 2}), 2
+    )
     assert [c.op for c in low.collectives if c.phase == "forward"] == ["all_gather"]
 
 

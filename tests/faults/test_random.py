@@ -62,14 +62,20 @@ def test_a_draw_from_the_default_generator_is_refused(how):
 def test_dropout_masks_are_one_devices_on_any_mesh(mesh):
     # torchtitan#3106: stock masks of two CPU shards are bit-identical.
     world = 2 * len(mesh)
-    exact(Dropping, plan_of({"x": numbers(4, 3, 8, dp=mp.S(0))}, *(PAIR if "tp" in mesh else ()), mesh=mesh), world, steps=2)
+    exact(
+        Dropping,
+        plan_of({"x": numbers(4, 3, 8, dp=mp.S(0))}, *(PAIR if "tp" in mesh else ()), mesh=mesh),
+        world,
+        steps=2,
+    )
 
 
 def initial(mesh: dict[str, int]) -> list[Tensor]:
     """On a rank: the gathered initial values of a model built on meta and seeded with 0."""
     model = mp.meta(lambda: Mlp(hidden=7))
     fsdp = mp.Fsdp(units=["up", "down"]) if "dp_shard" in mesh else None
-    model = mp.parallelize(model, plan_of({"x": numbers(4, 8, dp=mp.S(0))}, *(PAIR if mesh.get("tp", 1) > 1 else ()), mesh=mesh, fsdp=fsdp))
+    rules = PAIR if mesh.get("tp", 1) > 1 else ()
+    model = mp.parallelize(model, plan_of({"x": numbers(4, 8, dp=mp.S(0))}, *rules, mesh=mesh, fsdp=fsdp))
     return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
 
 

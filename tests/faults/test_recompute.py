@@ -60,7 +60,8 @@ def test_two_forwards_before_one_backward_under_tp():
 
 
 def test_two_forwards_before_one_backward_under_fsdp():
-    plan = plan_of(inputs(dp=mp.S(0)), mesh={"dp_shard": 2}, fsdp=mp.Fsdp(units=["layers.*"]), recompute=mp.Recompute(units=["layers.*"]))
+    sections = {"fsdp": mp.Fsdp(units=["layers.*"]), "recompute": mp.Recompute(units=["layers.*"])}
+    plan = plan_of(inputs(dp=mp.S(0)), mesh={"dp_shard": 2}, **sections)
     exact(Pairs, plan, steps=2)
 
 
