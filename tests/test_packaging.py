@@ -15,7 +15,7 @@ import meshplan.plans
 from meshplan.plan.yaml_io import shipped_plans
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("meshplan", "kernels", "plans")
+FOLDERS = ("meshplan", "kernels", "plans", "docs")
 
 
 def _python(code: str, cwd: Path) -> str:
@@ -60,10 +60,11 @@ def test_a_wheel_holds_every_source_and_every_plan(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     # The packages are listed one by one in pyproject.toml, so a new folder can be forgotten there.
     expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "meshplan").rglob("*.py")}
-    for folder in ("kernels", "plans"):
+    for folder in FOLDERS[1:]:
         expected |= {f"meshplan/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / folder).rglob("*.py")}
     plans = {f"meshplan/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "plans").rglob("*.yaml")}
-    assert expected | plans <= names
+    pages = {f"meshplan/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "docs").rglob("*.md")}
+    assert expected | plans | pages <= names and pages
     assert len(plans) >= 16
 
 

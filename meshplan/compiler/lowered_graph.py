@@ -101,7 +101,7 @@ class Lowered:
     @cached_property
     def graph(self) -> nx.DiGraph:
         """Collectives (nodes 0, 1, ... in program order, with their fields) between modules (nodes by path)."""
-        graph = nx.DiGraph()
+        graph: nx.DiGraph[Any] = nx.DiGraph()
         previous = None
         for i, c in enumerate(self.collectives):
             graph.add_node(i, kind="collective", **c.to_json())
