@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -212,12 +213,21 @@ class Lowered:
         item = self.core.bound.inputs.get(name)
         return {axis: str(p) for axis, p in item.place.items()} if item else {}
 
-    def _rules(self) -> list[dict[str, Any]]:
+    def _rules(self) -> list[str]:
+        """What each rule says once its shorthand is written out for the first module it matched."""
         out = []
         for rule, paths in self.core.bound.matches:
             shown = expand(rule, self._model.get_submodule(paths[0])) if paths else rule
-            out.append({**shown.to_dict(), "was": rule.use or "", "matches": list(paths)})
+            said = [f"{name} {_layout(layout)}" for name, layout in shown.params.items()]
+            for side, table in (("input", shown.input), ("output", shown.output)):
+                said += [f"{side} {key} {_layout(layout)}".replace("  ", " ") for key, layout in table.items()]
+            was = f"{rule.use}: " if rule.use else ""
+            out.append(f"{rule.at or '(the model)'}: {was}{', '.join(said)}  ({len(paths)} module{'s' if len(paths) != 1 else ''})")
         return out
+
+
+def _layout(layout: Mapping[str, object]) -> str:
+    return "{" + ", ".join(f"{axis}: {placement}" for axis, placement in layout.items()) + "}"
 
 
 def _digest(value: object) -> str:
