@@ -222,7 +222,8 @@ class Lowered:
             for side, table in (("input", shown.input), ("output", shown.output)):
                 said += [f"{side} {key} {_layout(layout)}".replace("  ", " ") for key, layout in table.items()]
             was = f"{rule.use}: " if rule.use else ""
-            out.append(f"{rule.at or '(the model)'}: {was}{', '.join(said)}  ({len(paths)} module{'s' if len(paths) != 1 else ''})")
+            many = f"{len(paths)} module{'s' if len(paths) != 1 else ''}"
+            out.append(f"{rule.at or '(the model)'}: {was}{', '.join(said)}  ({many})")
         return out
 
 
