@@ -17,7 +17,7 @@ class Check:
     """One thing that was compared.
 
     Attributes:
-        name: loss, gradients, parameters, replicas, inputs, collectives or initialisation.
+        name: loss, gradients, parameters, replicas, inputs, collectives, initialisation or calls.
         passed: whether it held.
         detail: the worst parameter, or the first difference, or what was counted.
         error: largest relative error, or None where equality was asked for.

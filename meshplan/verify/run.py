@@ -26,7 +26,7 @@ from meshplan.verify.compare import (
 )
 from meshplan.verify.composition import composition
 from meshplan.verify.inputs import small_inputs
-from meshplan.verify.job import Job, Loss, MakeOptimizer, adamw, comparable
+from meshplan.verify.job import Job, Loss, MakeOptimizer, adamw, comparable, resolve_factory
 from meshplan.verify.pool import LocalPool
 from meshplan.verify.rank import MakeProgram, RankReport, parallelized, run_rank
 from meshplan.verify.receipt import Check, Receipt
@@ -56,6 +56,7 @@ def verify(
     model_name: str | None = None,
     timeout: float = 600.0,
     program: MakeProgram = parallelized,
+    aligned: bool = False,
 ) -> Receipt:
     """Run the plan on `nproc` real processes and compare everything with the single-device program.
 
@@ -81,6 +82,8 @@ def verify(
         model_name: for the receipt; None takes the factory's name.
         timeout: seconds the ranks may take.
         program: what makes the program under test; the default is meshplan.
+        aligned: also run the program with all ranks simulated in one process and compare every call's values and
+            gradients with one device's (`meshplan.verify.aligned`), which names the first call that is wrong.
 
     Returns:
         the receipt; `receipt.passed` is the verdict, and `receipt.raise_if_failed()` insists on it.
@@ -109,6 +112,9 @@ def verify(
         notes += ("collectives: this program's are not predicted",)
     if reference.initialiser is not None:
         notes += (f"initial values ({reference.initialiser})",)
+    compared = checks(job, reference, reports, TOLERANCES[dtype] if rtol is None else rtol)
+    if aligned:
+        compared += (_aligned(job),)
     return Receipt(
         model=name,
         composition=composition(plan, spec),
@@ -120,9 +126,23 @@ def verify(
         inputs=reference.inputs,
         device="cpu, gloo",
         versions=_versions(),
-        checks=checks(job, reference, reports, TOLERANCES[dtype] if rtol is None else rtol),
+        checks=compared,
         not_checked=NEVER_CHECKED + notes,
     )
+
+
+def _aligned(job: Job) -> Check:
+    """Every call of the program on simulated ranks, in float64, beside one device."""
+    from meshplan.verify.aligned import RTOL, align
+
+    given = job.inputs() if callable(job.inputs) else job.inputs
+    try:
+        found = align(resolve_factory(job.factory)(), job.plan, job.world, given, job.seed)
+    except PlanError as error:
+        if error.code not in ("not-aligned", "ranks-apart"):
+            raise
+        return Check("calls", False, str(error).splitlines()[0])
+    return Check("calls", True, f"{found.calls} calls and {found.gradients} gradients", found.distance, RTOL)
 
 
 def checks(job: Job, reference: Reference, reports: Sequence[RankReport], rtol: float) -> tuple[Check, ...]:
