@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshplan.compiler.fsdp_cuts import DATA, averaged, fsdp_cuts, kept_whole, sharded_by_fsdp
+from meshplan.compiler.fsdp_cuts import by_reduction, fsdp_cuts, kept_whole, sharded_by_fsdp
 from meshplan.compiler.fsdp_schedule import FsdpPolicy, FsdpUnit, Point, fsdp_events
 from meshplan.compiler.fsdp_units import fsdp_units
 from meshplan.compiler.lowered import Core, ParamPlan
 from meshplan.compiler.timeline import Event, Sent
-from meshplan.mesh.spec import MeshSpec
+from meshplan.mesh.spec import DATA_AXES, MeshSpec
 from meshplan.plan.placements import Shard
 from meshplan.runtime.comm import chunk_sizes
 from meshplan.runtime.recorder import wire_bytes
@@ -203,14 +203,7 @@ class Walk:
         from meshplan.runtime.gradients import bucket_sizes
 
         core = self.core
-        found: dict[tuple[tuple[str, ...], bool], list[ParamPlan]] = {}
-        for plan in core.params.values():
-            if plan.requires_grad:
-                sums = tuple(a for a in plan.reduce if a not in DATA)
-                means = averaged(core, plan)
-                if sums or means:
-                    found.setdefault((sums, means), []).append(plan)
-        for (sums, means), plans in found.items():
+        for (sums, means), plans in by_reduction(core).items():
             sizes = [(self._gradient_elements(p), p.dtype) for p in plans]
             for count, elements, dtype in bucket_sizes(sizes):
                 shown = f"{count} gradients"
@@ -228,12 +221,12 @@ class Walk:
                         "",
                     )
                 if means:
-                    axis = "+".join(a for a in DATA if core.spec.degree(a) > 1)
+                    axis = "+".join(a for a in DATA_AXES if core.spec.degree(a) > 1)
                     yield Collective(
                         "backward",
                         "all_reduce",
                         axis,
-                        core.spec.degree(*DATA),
+                        core.spec.degree(*DATA_AXES),
                         dtype,
                         elements,
                         "",

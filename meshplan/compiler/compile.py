@@ -32,11 +32,10 @@ from meshplan.compiler.uses import final
 from meshplan.compiler.uses import settled as settled_kind
 from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups, abstract_groups
-from meshplan.mesh.spec import MeshSpec
+from meshplan.mesh.spec import DATA_AXES, MeshSpec
 from meshplan.plan.placements import Placement, Shard
 from meshplan.plan.plan import Plan
 
-DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 MAX_PASSES = 8
 
 

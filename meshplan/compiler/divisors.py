@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import gcd
 
-from meshplan.compiler.commgraph import DATA, fsdp_of
+from meshplan.compiler.commgraph import fsdp_of
 from meshplan.compiler.fitting import Point
 from meshplan.compiler.probes import BATCH, SEQUENCE, Prober
+from meshplan.mesh.spec import DATA_AXES
 
 Divided = dict[str, list[int | str]]
 """By axes joined by `*`: the numbers, and the variables `b` and `s`, that they divide."""
@@ -31,7 +32,7 @@ def divided(prober: Prober, base: Point) -> Divided:
                 found.setdefault("*".join(axes), []).append(role)
     probe = prober.at(base)
     for move in (b.move for b in probe.core.program.boundaries) if probe else ():
-        if "S" not in (move.src, move.dst) or move.axis in DATA or move.size % degree(move.axis):
+        if "S" not in (move.src, move.dst) or move.axis in DATA_AXES or move.size % degree(move.axis):
             continue
         if move.size == base.get(SEQUENCE):
             found.setdefault(move.axis, []).append(SEQUENCE)

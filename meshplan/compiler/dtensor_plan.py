@@ -16,12 +16,12 @@ from typing import Any
 from torch import nn
 
 from meshplan.compiler.bind import Bound, BoundParam, bind
-from meshplan.compiler.compile import DATA_AXES, refuse_unlowered
+from meshplan.compiler.compile import refuse_unlowered
 from meshplan.compiler.examples import example_inputs
 from meshplan.compiler.lowered import Core, ParamPlan, Program
 from meshplan.errors import PlanError
 from meshplan.mesh.build import expand
-from meshplan.mesh.spec import MeshSpec
+from meshplan.mesh.spec import DATA_AXES, MeshSpec
 from meshplan.plan.placements import Placement, Replicate, Shard
 from meshplan.plan.plan import Plan
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from meshplan.compiler.lowered import Core, ParamPlan
 from meshplan.errors import PlanError
-from meshplan.mesh.spec import MeshSpec
+from meshplan.mesh.spec import DATA_AXES, MeshSpec
 from meshplan.plan.plan import Plan
-
-DATA = ("dp_replicate", "dp_shard", "cp")
 
 
 def sharded_by_fsdp(core: Core) -> bool:
@@ -17,7 +15,7 @@ def sharded_by_fsdp(core: Core) -> bool:
 
 def shards_parameters(plan: Plan, spec: MeshSpec) -> bool:
     """As `sharded_by_fsdp`, before there is a core."""
-    return plan.fsdp is not None and plan.fsdp.strategy != "ddp" and spec.degree(*DATA) > 1
+    return plan.fsdp is not None and plan.fsdp.strategy != "ddp" and spec.degree(*DATA_AXES) > 1
 
 
 def fsdp_cuts(core: Core) -> dict[str, int | None]:
@@ -46,7 +44,20 @@ def kept_whole(core: Core) -> frozenset[str]:
 
 def averaged(core: Core, p: ParamPlan) -> bool:
     """Whether the gradient of `p` is averaged over the data ranks by us: nobody else does, and it differs between them."""
-    return any(a in DATA for a in p.reduce) and (not sharded_by_fsdp(core) or fsdp_cuts(core)[p.name] is None)
+    return any(a in DATA_AXES for a in p.reduce) and (not sharded_by_fsdp(core) or fsdp_cuts(core)[p.name] is None)
+
+
+def by_reduction(core: Core) -> dict[tuple[tuple[str, ...], bool], list[ParamPlan]]:
+    """Parameters whose gradients are reduced after backward, by (axes they are partial sums on, whether they are averaged
+    over the data ranks). The run and its prediction both pack their buckets from this."""
+    found: dict[tuple[tuple[str, ...], bool], list[ParamPlan]] = {}
+    for p in core.params.values():
+        if p.requires_grad:
+            sums = tuple(a for a in p.reduce if a not in DATA_AXES)
+            means = averaged(core, p)
+            if sums or means:
+                found.setdefault((sums, means), []).append(p)
+    return found
 
 
 def _cut(p: ParamPlan, core: Core, n: int) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -20,6 +21,7 @@ from meshplan.compiler.gathers import Gather, gathers, kept_bytes
 from meshplan.compiler.kinds import user_letter
 from meshplan.compiler.lowered import Core
 from meshplan.compiler.probes import ids
+from meshplan.compiler.skeleton import shared_objects
 from meshplan.compiler.symbolic import Counts, symbolic_counts
 from meshplan.mesh.spec import MeshSpec
 from meshplan.mesh.topology import Topology, warnings
@@ -155,8 +157,8 @@ class Lowered:
             "collectives": [{"id": i, **c.to_json()} for i, c in zip(self.collective_ids, self.collectives, strict=True)],
             "predicted": self.predicted,
             "fsdp_units": [
-                {"module": u.path, "params": sum(_numel(p.local_shape) for p in u.params),
-                 "bytes": sum(_numel(p.local_shape) * p.dtype.itemsize for p in u.params)}
+                {"module": u.path, "params": sum(math.prod(p.local_shape) for p in u.params),
+                 "bytes": sum(math.prod(p.local_shape) * p.dtype.itemsize for p in u.params)}
                 for u in units
             ],
             "gathers": [g.to_json() for g in self.gathers],
@@ -239,13 +241,6 @@ def _shown(kind: Any) -> str:
     return user_letter(kind) if str(kind) != "I" else "R"
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for s in shape:
-        total *= s
-    return total
-
-
 def meta_copy(model: nn.Module) -> nn.Module:
     """A deep copy of `model` on the meta device: no storage, ties and shared modules kept."""
     memo: dict[int, object] = {}
@@ -253,13 +248,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
     for b in model.buffers():
         memo[id(b)] = torch.empty_like(b, device="meta")
-    from meshplan import compat
-
-    for module in model.modules():
-        for value in module.__dict__.values():
-            if isinstance(value, (torch.Generator, *compat.UNCOPYABLE)):
-                memo[id(value)] = value
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy(model, memo | shared_objects(model))
 
 
 def lower(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from meshplan.compiler.kinds import A, I, Kind, N, P, Pending, R, replicated
+from meshplan.compiler.kinds import A, I, Kind, P, replicated
 from meshplan.compiler.rules.base import REP, Strategy
 from meshplan.compiler.rules.views import regroup_parts
 from meshplan.plan.placements import Shard
@@ -154,6 +154,3 @@ def _distance(have: Kind, want: Kind, t: Tensor, degree: int) -> float:
     if want == A:
         return 0.0 if have == A else _NEVER
     return _NEVER
-
-
-__all__ = ["Choice", "I", "N", "Pending", "R", "choose"]

@@ -43,11 +43,13 @@ def fake_copy(
             if id(b) not in inside:
                 shape = shape_of(prefix + name, b) if shape_of else b.shape
                 memo[id(b)] = torch.empty(shape, dtype=b.dtype, device="cpu")
-    for module in model.modules():
-        for value in module.__dict__.values():
-            if type(value) not in _PLAIN and isinstance(value, (torch.Generator, *compat.UNCOPYABLE)):
-                memo[id(value)] = value
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy(model, memo | shared_objects(model))
+
+
+def shared_objects(model: nn.Module) -> dict[int, object]:
+    """By identity, what modules hold that a copy shares with the original: process groups, meshes, generators."""
+    held = (value for module in model.modules() for value in module.__dict__.values() if type(value) not in _PLAIN)
+    return {id(value): value for value in held if isinstance(value, (torch.Generator, *compat.UNCOPYABLE))}
 
 
 _PLAIN = {int, float, str, bool, type(None), dict, list, tuple, set, OrderedDict}

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshplan import compat
-from meshplan.compiler.compile import DATA_AXES, compile_core
+from meshplan.compiler.compile import compile_core
 from meshplan.compiler.examples import OMITTED
 from meshplan.compiler.frames import argument_keys
-from meshplan.compiler.fsdp_cuts import averaged, fsdp_cuts, kept_whole, sharded_by_fsdp
+from meshplan.compiler.fsdp_cuts import by_reduction, fsdp_cuts, kept_whole, sharded_by_fsdp
 from meshplan.compiler.lowered import Core
 from meshplan.compiler.lowered_graph import Lowered
 from meshplan.errors import PlanError
@@ -26,14 +26,14 @@ from meshplan.lowering.regions import parallelize_regions
 from meshplan.lowering.tensor import bind_program, distribute_parameters
 from meshplan.mesh.build import BuiltMesh, Groups, abstract_groups, build_groups
 from meshplan.mesh.rankmap import log_rank_map
-from meshplan.mesh.spec import MeshSpec
+from meshplan.mesh.spec import DATA_AXES, MeshSpec
 from meshplan.ops.dropout import DropoutStreams
 from meshplan.plan.plan import Plan, as_regions
 from meshplan.runtime.batch import remember
 from meshplan.runtime.gradients import Gradients, Reduction
 from meshplan.runtime.init import init_weights
 from meshplan.runtime.meta import materialise
-from meshplan.runtime.session import Session, Signature, signature_of
+from meshplan.runtime.session import Session, Signature
 
 log = logging.getLogger("meshplan")
 
@@ -189,19 +189,11 @@ def _apply_data(model: nn.Module, core: Core, groups: Groups) -> None:
 
 def reductions(model: nn.Module, core: Core, groups: Groups) -> list[Reduction]:
     """Which parameters' gradients are reduced after backward, grouped by the axes they are partial on."""
-    found: dict[tuple[tuple[str, ...], bool], list[nn.Parameter]] = {}
     params = dict(model.named_parameters())
-    for name, plan in core.params.items():
-        if not plan.requires_grad:
-            continue
-        sums = tuple(a for a in plan.reduce if a not in DATA_AXES)
-        means = averaged(core, plan)
-        if sums or means:
-            found.setdefault((sums, means), []).append(params[name])
     out = []
-    for (sums, means), many in found.items():
+    for (sums, means), many in by_reduction(core).items():
         data = groups.group(*DATA_AXES) if means else None
-        out.append(Reduction(tuple(many), tuple(groups.group(a) for a in sums), data))
+        out.append(Reduction(tuple(params[p.name] for p in many), tuple(groups.group(a) for a in sums), data))
     return out
 
 
@@ -267,6 +259,3 @@ def global_examples(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
     names = positional_names(model)
     return {**{names[i]: v for i, v in enumerate(many)}, **named}
-
-
-__all__ = ["parallelize", "reductions", "signature_of"]

@@ -89,19 +89,18 @@ def bind_program(
     another program of the same model."""
     program = core.program
     modules = dict(model.named_modules())
-    shared: dict[Any, Any] = {}
+    canonical = {full: p.name for p in core.bound.params.values() for full in p.names}
     inputs: dict[str, dict[str, list[Convert]]] = {}
     outputs: dict[str, dict[str, list[Convert]]] = {}
     views: dict[tuple[str, str], list[Any]] = {}
     for b in program.boundaries:
         side, path, key = b.site.side, b.site.module, b.site.key
         if side == "input":
-            inputs.setdefault(path, {}).setdefault(key, []).append(_converter(b, groups, shared))
+            inputs.setdefault(path, {}).setdefault(key, []).append(_converter(b, groups))
         elif side == "output":
-            outputs.setdefault(path, {}).setdefault(key, []).append(_converter(b, groups, shared))
+            outputs.setdefault(path, {}).setdefault(key, []).append(_converter(b, groups))
         elif side == "param":
-            m = b.move
-            views.setdefault((path, key), []).append(_mover(m, groups))
+            views.setdefault((path, key), []).append(_mover(b.move, groups))
     for path, name, axis in program.first_only:
         views.setdefault((path, name), []).append(BoundMove("R", "I", groups.group(axis)))
     again = {b.site.module for b in program.boundaries if b.regather}
@@ -109,8 +108,7 @@ def bind_program(
     sleepers = {callee for caller, callee in program.calls if caller in callers}
     for path, module in modules.items():
         edits = {
-            n: _bound(e, path, groups, streams, program.boundaries, shared)
-            for n, e in program.edits.get(path, {}).items()
+            n: _bound(e, path, groups, streams, program.boundaries) for n, e in program.edits.get(path, {}).items()
         }
         ins = {k: _chain(v) for k, v in inputs.get(path, {}).items()}
         outs = {k: _chain(v) for k, v in outputs.get(path, {}).items()}
@@ -121,17 +119,19 @@ def bind_program(
         if ins or outs or edits or around or "_meshplan_duties" in module.__dict__:
             positions = {name: i for i, name in enumerate(positional_names(module))}
             duties = Duties(path, ins, outs, positions, edits or None, around)
-        install(module, duties, _views_of(module, path, views, core, dtensor), path in sleepers)
+        install(module, duties, _views_of(module, path, views, core, canonical, dtensor), path in sleepers)
 
 
 def _views_of(
-    module: nn.Module, path: str, moves: dict[tuple[str, str], list[Any]], core: Core, dtensor: bool
+    module: nn.Module,
+    path: str,
+    moves: dict[tuple[str, str], list[Any]],
+    core: Core,
+    canonical: Mapping[str, str],
+    dtensor: bool,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     section, whole = core.bound.plan.fsdp, kept_whole(core)
-    canonical = (
-        {full: p.name for p in core.bound.params.values() for full in p.names} if path == "" else core_names(core)
-    )
     for name, p in module._parameters.items():
         if p is None:
             continue
@@ -143,18 +143,6 @@ def _views_of(
         if own or dtensor or full in whole:
             found[name] = own
     return found
-
-
-_names_cache: dict[int, dict[str, str]] = {}
-
-
-def core_names(core: Core) -> dict[str, str]:
-    """Canonical name of every parameter name of the model."""
-    key = id(core)
-    if key not in _names_cache:
-        _names_cache.clear()
-        _names_cache[key] = {full: p.name for p in core.bound.params.values() for full in p.names}
-    return _names_cache[key]
 
 
 def _chain(many: list[Convert]) -> Convert:
@@ -173,7 +161,7 @@ def _mover(m: Move, groups: Groups) -> BoundMove:
     return BoundMove(m.src, m.dst, groups.group(m.axis), m.dim, m.size)
 
 
-def _converter(b: Boundary, groups: Groups, shared: dict[Any, Any]) -> Convert:
+def _converter(b: Boundary, groups: Groups) -> Convert:
     run = _mover(b.move, groups)
     if b.regather:
         return gathering_again(run, groups.group(b.move.axis), b.move.dim, b.move.size)
@@ -198,13 +186,12 @@ def _bound(
     groups: Groups,
     streams: DropoutStreams,
     boundaries: tuple[Boundary, ...],
-    shared: dict[Any, Any],
 ) -> BoundEdit:
     by_leaf = {(b.site.key, b.move): b for b in boundaries if b.site.side == "call" and b.site.module == path}
     converts: list[tuple[int, Callable[[Tensor], Tensor]]] = []
     for leaf, m in edit.converts:
         b = by_leaf.get((f"{edit.ordinal}:{leaf}", m))
-        converts.append((leaf, _converter(b, groups, shared) if b else _mover(m, groups)))
+        converts.append((leaf, _converter(b, groups) if b else _mover(m, groups)))
     run = None
     if edit.replacement is not None:
         run = replace.bind(edit.replacement.name, dict(edit.replacement.settings), groups, streams)

@@ -13,6 +13,9 @@ from meshplan.errors import PlanError
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes a mesh may name, in the usual order, outermost first."""
 
+DATA_AXES = ("dp_replicate", "dp_shard", "cp")
+"""Axes whose ranks hold different tokens: gradients are averaged over them."""
+
 ALIASES = {"dp": ("dp_replicate", "dp_shard")}
 """Names that stand for several axes; legal wherever an axis is asked about, not as an axis of a mesh."""
 

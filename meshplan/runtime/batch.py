@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from meshplan import compat
@@ -112,6 +111,3 @@ def forget() -> None:
 def lowered(model: nn.Module) -> Any:
     """The `Lowered` of a model that `parallelize` returned. Raises PlanError `not-parallelized`."""
     return session_of(model).lowered
-
-
-__all__ = ["data_group", "lowered", "remember", "shard_batch", "token_mean", "torch"]
