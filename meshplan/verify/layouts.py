@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from meshplan.compiler.kinds import A, Kind, N, P, R
+from meshplan.compiler.kinds import A, I, Kind, N, P, R
 from meshplan.compiler.pieces import apart, cut, gather, gather_gradient, local_size, tolerance
-from meshplan.mesh.spec import MeshSpec
+from meshplan.mesh.spec import DATA_AXES, MeshSpec
 from meshplan.plan.placements import Shard
 
 
@@ -23,9 +23,10 @@ def take(x: Tensor, kinds: Sequence[Kind], axes: Sequence[str], spec: MeshSpec, 
 
 def take_gradient(g: Tensor, kinds: Sequence[Kind], axes: Sequence[str], spec: MeshSpec, rank: int) -> Tensor:
     """What `rank` is given as the gradient of a value whose gradient is `g`: the n-th part of a mean; of a value that
-    counts every rank's gradient (R), the first rank's whole and the others' nothing."""
+    counts every rank's gradient (R), the first rank's whole and the others' nothing. On data axes times n: see `_scale`."""
     for axis, kind in zip(axes, kinds, strict=True):
         n, at = spec.degree(axis), spec.coord(rank, axis)
+        g = g * _scale(axis, kind, spec)
         if isinstance(kind, Shard):
             g = cut(g, kind, n, at)
         elif kind == A:
@@ -33,6 +34,12 @@ def take_gradient(g: Tensor, kinds: Sequence[Kind], axes: Sequence[str], spec: M
         elif kind == R and at:
             g = g * 0
     return g.clone()
+
+
+def _scale(axis: str, kind: Kind, spec: MeshSpec) -> int:
+    """By how much a rank's own share of a gradient is too large: gradients are averaged over data axes in the end, so all
+    but the whole ones of an I value are kept times n there (`meshplan.runtime.boundary`)."""
+    return 1 if kind == I or axis not in DATA_AXES else spec.degree(axis)
 
 
 def whole(
@@ -65,7 +72,7 @@ def whole(
             made = together(parts, kinds[k], shape)
             if made is None:
                 return None
-            joined[ranks[0]] = made
+            joined[ranks[0]] = made / _scale(axes[k], kinds[k], spec) if gradient else made
         held = joined
     return held[0]
 

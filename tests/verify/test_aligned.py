@@ -70,3 +70,21 @@ def test_a_damaged_program_is_found(fault: Fault) -> None:
 def test_a_wrong_rule_is_found_before_the_program_runs_and_again_when_it_does(fault: Fault) -> None:
     first, second, third = nets(fault)
     assert first or (second == "rule-refuted" and third)
+
+
+class FirstOfSequence(torch.nn.Module):
+    """A result that every data rank needs whole: the batch is gathered, and its gradient is one of averaged ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).median(0).values.pow(3).sum() + self.up(x).mean().exp()
+
+
+@pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
+def test_whole_values_behind_a_split_batch_align(axis: str) -> None:
+    # On a data axis a rank's share of a gradient is kept times the degree, and a whole one is not.
+    x = mp.Input(shape=(4, 5, 4), dtype=torch.float64, place={"dp": mp.S(0)})
+    assert align(FirstOfSequence(), mp.Plan(mesh={axis: 2}, inputs={"x": x}), 2).distance < 1e-12
