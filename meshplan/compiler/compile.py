@@ -93,7 +93,7 @@ def _settled(
     groups = equal_layers(model, bound, kinds) if fold else {}
     for equals in (Equals(model, groups), Equals(model, {})):
         skeleton = fake_copy(model, mode, None, equals.hollow)
-        trace = capture(skeleton, mode, (), _fake_inputs(examples, mode, None), equals, precision.inputs)
+        trace = capture(skeleton, mode, (), fake_inputs(examples, mode, None), equals, precision.inputs)
         try:
             return trace, *_until_stable(
                 model, mode, trace, bound, spec, rank, axes, examples, kinds, equals, precision
@@ -122,7 +122,7 @@ def _param_kinds(bound: Bound, name: str, axes: list[Axis]) -> list[Kind]:
     return out
 
 
-def _fake_inputs(examples: dict[str, Example], mode: Any, axes: list[Axis] | None) -> dict[str, Any]:
+def fake_inputs(examples: dict[str, Example], mode: Any, axes: list[Axis] | None) -> dict[str, Any]:
     made: dict[str, Any] = {}
     with mode:
         for name, example in examples.items():
@@ -151,6 +151,8 @@ def _until_stable(
                 decisions.gathered[site, axis] = kind
                 decisions.asked.setdefault(site, where)
                 decisions.changed = True
+                if site.side == "input":  # whatever the module does with it, before that use or after, sees the whole
+                    decisions.add(site, axis, kind, where)
         if not decisions.changed:
             run.result.moves, run.result.edits = once(run.result.invocations, run.result.moves)
             return run.result, decisions
@@ -217,7 +219,7 @@ def _one_pass(
         hooks.inside(path, module)
 
     run.fill = fill
-    inputs = _fake_inputs(examples, mode, axes)
+    inputs = fake_inputs(examples, mode, axes)
     flat = [
         (leaf, t)
         for name, example in examples.items()
@@ -272,7 +274,7 @@ def _program(bound: Bound, result: Pass, settled: Decisions, axes: list[Axis], e
             (where is not None or site in settled.asked) and site not in settled.declared,
             site in result.shared,
             where or settled.asked.get(site),
-            move.src == "S" and site in again,
+            move.src == "S" and not move.parts and site in again,
         )
         for site, move, where in result.moves
     )

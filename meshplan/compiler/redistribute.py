@@ -71,33 +71,33 @@ class Redistributing(Known):
             want = N if dst == "N" else want
         if src == "A" and dst == "R":
             return self.to_kind(self.to_kind(x, k, I, site, where), k, R, site, where)
-        if (
-            (src, dst) not in boundary.MOVES
-            or (isinstance(have, Shard) and have.parts)
-            or (isinstance(want, Shard) and want.parts)
-        ):
+        shape = self.trace.values[info.value].shape
+        dim = have.dim if isinstance(have, Shard) else want.dim if isinstance(want, Shard) else 0
+        size = axis_size(shape, dim, info.kinds, self.axes, k) if "S" in (src, dst) else 0
+        move = Move(axis.name, src, dst, dim, size, have, want)
+        if (src, dst) not in boundary.MOVES or (move.parts and sum(move.parts) != size):
             raise PlanError(
                 f"{site}: {self.show(x)} cannot become {user_letter(want)} on {axis.name}",
                 code="no-redistribution", module=site.module, where=where,
             )  # fmt: skip
-        shape = self.trace.values[info.value].shape
-        dim = have.dim if isinstance(have, Shard) else want.dim if isinstance(want, Shard) else 0
-        size = axis_size(shape, dim, info.kinds, self.axes, k) if "S" in (src, dst) else 0
-        if "S" in (src, dst):
-            self._no_inner_shards(info, dim, k, site)
-        move = Move(axis.name, src, dst, dim, size, have, want)
-        mate = boundary.halves(src, dst, axis.group)[1]
+        inner = self._inner_shard(info, dim, k) if "S" in (src, dst) else None
+        if inner is not None:
+            # Changing an outer axis while an inner one still splits the dim would interleave the pieces.
+            held = info.kinds[inner]
+            x = self.to_kind(self.to_kind(x, inner, R, site, where), k, want, site, where)
+            return self.to_kind(x, inner, held, site, where)
+        mate = boundary.halves(src, dst, axis.group, move.parts)[1]
         self.paused = True
         out = self.result.timeline.moved(
             site,
             f"{user_letter(have)} -> {user_letter(want)} {axis.name}",
-            lambda: boundary.move(x, src, dst, axis.group, dim, size),
+            lambda: boundary.move(x, src, dst, axis.group, dim, size, move.parts),
             (lambda g: mate(g, axis.group, dim, size)) if grad else None,
             self.show(x),
             where,
         )
         self.paused = False
-        if site.side == "input" and src == "S":
+        if site.side == "input" and src == "S" and not move.parts:
             self.result.timeline.gathered(site.module, out, x)
         kinds = list(info.kinds)
         kinds[k] = want
@@ -122,15 +122,10 @@ class Redistributing(Known):
         self._record(site, move, where)
         return self.label(out, Info(info.value, kinds, info.data, info.param, info.source))
 
-    def _no_inner_shards(self, info: Info, dim: int, k: int, site: Site) -> None:
-        # Gathering an outer axis while an inner one still splits the dim would interleave the pieces.
-        for j in range(k + 1, len(self.axes)):
-            kind = info.kinds[j]
-            if isinstance(kind, Shard) and kind.dim == dim:
-                raise PlanError(
-                    f"{site}: dim {dim} is split by {self.axes[k].name} and, inside it, by {self.axes[j].name}; "
-                    f"{self.axes[k].name} alone cannot change", code="nested-shards", module=site.module,
-                )  # fmt: skip
+    def _inner_shard(self, info: Info, dim: int, k: int) -> int | None:
+        """The innermost axis inside axis number `k` that splits `dim` too."""
+        inside = range(len(self.axes) - 1, k, -1)
+        return next((j for j in inside if isinstance(info.kinds[j], Shard) and info.kinds[j].dim == dim), None)
 
     def hosted(
         self, x: Tensor, k: int, want: Kind, where: Where | None, site: Site | None = None, leaf: int = 0
@@ -142,8 +137,9 @@ class Redistributing(Known):
         here = site or self._host(x, leaf)
         if here.side in ("input", "output") and axis.name in self.declared(here.module, here.side, here.key):
             self.decisions.declared.add(here)
-        key = (id(x), axis.name, str(want), here.module if here.side == "param" else "")
-        if key in self.memo:
+        own = self.info(x).param is not None and here.side == "call"  # a parameter is viewed anew at each use
+        key = (id(x), axis.name, str(want), here.module if here.side == "param" else str(here) if own else "")
+        if key in self.memo and not own:
             made, first, frames, moves = self.memo[key]
             self._share(x, k, want, first, here, frames, moves, where)
             return made
@@ -151,6 +147,8 @@ class Redistributing(Known):
         have = self.info(x).kinds[k]
         if isinstance(have, Shard) and want == R:
             out = self._gather(x, k, here, where)
+            if site is None and here.side == "input" and not x.requires_grad:
+                self.decisions.add(here, axis.name, R, where)
         elif replicated(have) and want == I:
             out = self.to_kind(x, k, I, here, where)
         else:
@@ -181,13 +179,22 @@ class Redistributing(Known):
         info = self.info(x)
         if self.frames.stack and id(x) in self.frames.stack[-1].inputs:
             return Site("input", self.stack.path, self.frames.stack[-1].inputs[id(x)])
-        if info.param is not None and self.stack.path in self.holders[info.param]:
+        if info.param is not None and self._viewed(info):
             return Site("param", self.stack.path, info.param)
         produced = self.frames.output_of(x)
         if produced and P in info.kinds:
             return Site("output", *produced)
         ordinal = self.trace.calls[self.cursor].ordinal if self.cursor < len(self.trace.calls) else 0
         return Site("call", self.stack.path, f"{ordinal}:{leaf}")
+
+    def _viewed(self, info: Info) -> bool:
+        """Whether the running module may see a parameter through a redistribution: its own, used by one call, and without
+        a collective, since code may look at a parameter more often than it computes with it."""
+        path = self.stack.path
+        if path not in self.holders[info.param or ""] or any(isinstance(k, Shard) for k in info.kinds):
+            return False
+        uses = {c.ordinal for c in self.trace.calls if c.module == path and info.value in c.ins}
+        return len(uses) <= 1
 
     def _share(
         self,
