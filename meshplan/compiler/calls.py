@@ -262,6 +262,8 @@ class Calls(Redistributing, Arguments):
                 code="custom-function", where=rec.where, module=rec.module,
                 legal="the function's forward written out in torch calls, or layouts that need no redistribution in it",
             )  # fmt: skip
+            if rec.in_place:
+                self.written(t, kinds)
         self.infos[id(t)].kinds = kinds
 
     def _check_in_place(self, rec: Call, before: Info, kinds: list[Kind]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,12 @@ class Frames:
 
     def snapshot(self) -> tuple[Frame, ...]:
         return tuple(self.stack)
+
+    def forget(self, written: Collection[int]) -> None:
+        """These tensors are no longer what the modules that run were handed, or what their children returned."""
+        for frame in self.stack:
+            frame.inputs = {t: key for t, key in frame.inputs.items() if t not in written}
+        self.produced = {t: by for t, by in self.produced.items() if t not in written}
 
     def output_of(self, t: Tensor) -> tuple[str, str] | None:
         """(module path, output key) if `t` was returned to the running module's own code by one of its children."""

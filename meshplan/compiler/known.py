@@ -14,7 +14,7 @@ from meshplan.compiler.edits import Edit
 from meshplan.compiler.few_heads import sub_axes
 from meshplan.compiler.frames import Frames
 from meshplan.compiler.invocations import Invocations
-from meshplan.compiler.kinds import Kind, N, Pending, user_letter
+from meshplan.compiler.kinds import Kind, N, Pending, replicated, user_letter
 from meshplan.compiler.layout import Axis, Info
 from meshplan.compiler.repeats import Segment
 from meshplan.compiler.sites import Decisions, Move, Site
@@ -78,6 +78,7 @@ class Known:
         self.infos: dict[int, Info] = {}
         self.unseen: dict[int, tuple[list[Kind], str]] = {}
         self.keep: list[Any] = []
+        self.sharing: dict[int, list[Tensor]] = {}
         self.cursor = self.entered = self.read = 0
         self.paused = False
         self.grouped_calls = 0
@@ -89,7 +90,22 @@ class Known:
     def label(self, t: Tensor, info: Info) -> Tensor:
         self.infos[id(t)] = info
         self.keep.append(t)
+        self.sharing.setdefault(compat.storage_key(t), []).append(t)
         return t
+
+    def written(self, t: Tensor, kinds: list[Kind]) -> None:
+        """`t` was written in place and is of `kinds` now. What shares its memory may have become differentiable by it, and
+        then its gradient is whose that of `t` is; what was redistributed before has the old values."""
+        views = self.sharing.get(compat.storage_key(t), [])
+        for view in views:
+            known = self.infos[id(view)].kinds
+            if view.requires_grad:
+                for k, new in enumerate(kinds):
+                    if known[k] == N and replicated(new):
+                        known[k] = new
+        old = {id(view) for view in views}
+        self.memo = {key: made for key, made in self.memo.items() if key[0] not in old}
+        self.frames.forget(old)
 
     def relabel(self, new: Tensor, old: Tensor) -> None:
         """`new` is the value that `old` is, in another dtype."""

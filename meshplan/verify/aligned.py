@@ -127,7 +127,7 @@ class _Comparison:
     def _results(self, i: int) -> None:
         for k, want in enumerate(self.one.log.entries[i].outs):
             kinds = self._claimed(i, k)
-            if "empty" in self.one.log.entries[i].name:  # no values yet
+            if self.one.log.entries[i].unset:
                 continue
             values = [r.log.entries[i].outs[k] for r in self.ranks]
             apart_by = distance(values, kinds, self.axes, self.spec, want, floor=SMALL)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshplan import compat
 from meshplan.compiler.capture import is_in_place, is_recorded, name_of
 from meshplan.compiler.frames import positional_names
 from meshplan.runtime.editing import BoundEdit, Editing
@@ -18,10 +19,12 @@ from meshplan.runtime.module import Duties, install
 
 @dataclass
 class Entry:
-    """One call: its function, its results as they were then, and the gradients of those that had one (by result)."""
+    """One call: its function, its results as they were then, and the gradients of those that had one (by result).
+    `unset` results look at memory that was made empty, and may hold anything."""
 
     name: str
     outs: list[Tensor]
+    unset: bool = False
     grads: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -31,6 +34,7 @@ class Log:
 
     entries: list[Entry] = field(default_factory=list)
     open: bool = True
+    empty: dict[int, Tensor] = field(default_factory=dict)
 
     def add(self, func: Any, args: Any, out: Any) -> None:
         """Note a call that has just run."""
@@ -39,7 +43,11 @@ class Log:
         in_place = is_in_place(func)
         written = args[0] if in_place else out
         made = [o for o in (written if isinstance(written, (list, tuple)) else [written]) if isinstance(o, Tensor)]
-        entry = Entry(name_of(func), [o.detach().clone() for o in made])
+        name = name_of(func)
+        if "empty" in name:
+            self.empty |= {compat.storage_key(o): o for o in made}
+        unset = not in_place and any(compat.storage_key(o) in self.empty for o in made)
+        entry = Entry(name, [o.detach().clone() for o in made], unset)
         self.entries.append(entry)
         for k, o in enumerate(made):
             # What is written in place is one object with two values, and so two gradients.
