@@ -73,7 +73,7 @@ class Arguments(Known):
         try:
             with torch.no_grad(), compat.quiet_fake_tensors():
                 return run_call(rec.func, args, kwargs, self.stack.path)
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError, IndexError):
             return None
 
     def _widened(

@@ -103,6 +103,23 @@ def index(op: Op, n: int) -> list[Strategy]:
     return found + linear_in(op, 0)
 
 
+def index_put(op: Op, n: int) -> list[Strategy]:
+    """x[mask] = v with one mask over leading dims of x: on those, x and mask alike; on the others, v where it has the dim.
+    x[i, :] = v with numbers: off the indexed dims, for a v that is one number."""
+    x, indices = op.ins[0], op.args[1]
+    given = [i for i in indices if i is not None]
+    number = len(op.ins) == 1 + len(given) or op.ins[-1].numel() == 1
+    rest = (REP,) * (len(op.ins) - 1 - len(given))
+    if len(given) == 1 and indices[0] is not None and str(given[0].dtype) == "torch.bool":
+        covered = given[0].dim()
+        found = [Strategy((Shard(d), Shard(d), *rest), (Shard(d),)) for d in range(covered) if number]
+        return found + [Strategy((Shard(d), REP, *rest), (Shard(d),)) for d in range(covered, x.dim()) if number]
+    if any(str(i.dtype) == "torch.bool" for i in given) or not number:
+        return []
+    at = {k for k, i in enumerate(indices) if i is not None}
+    return [Strategy((Shard(d), *(REP,) * len(given), *rest), (Shard(d),)) for d in range(x.dim()) if d not in at]
+
+
 def index_add(op: Op, n: int) -> list[Strategy]:
     """index_add and index_copy(x, dim, index, src): off the dim."""
     x = op.ins[0]
@@ -155,6 +172,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys("scatter scatter_add scatter_ scatter_add_ scatter_reduce".split(), scatter),
     "index_select": index_select,
     "index": index,
+    **dict.fromkeys(("index_put", "index_put_"), index_put),
     **dict.fromkeys("index_add index_add_ index_copy index_copy_".split(), index_add),
     "bucketize": bucketize,
     **dict.fromkeys("mm bmm addmm baddbmm".split(), matmul2d),

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from meshplan.compiler.kinds import A, I, Kind, P
-from meshplan.compiler.rules import losses, samples
+from meshplan.compiler.rules import losses, samples, views
 from meshplan.compiler.rules.base import REP, Op, Rule, Strategy, broadcast, linear_in
 from meshplan.plan.placements import Shard
 
@@ -214,6 +214,7 @@ RULES: dict[Callable[..., Any], Rule] = {
     F.pad: pad,
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), conv),
     torch.meshgrid: whole,
+    **dict.fromkeys((_T.expand_as,), views.expand_as),
     **losses.RULES,
     **samples.RULES,
 }

@@ -160,13 +160,22 @@ def unbind(op: Op, n: int) -> list[Strategy]:
 
 
 def concatenate(op: Op, n: int) -> list[Strategy]:
-    """cat: inputs sharded alike off the dim; on it, sharded inputs give one fused dim whose parts are split one by one."""
+    """cat: inputs sharded alike off the dim; on it, sharded inputs give one fused dim whose parts are split one by one.
+    An input without elements adds no part; one of shape [0] goes with any others."""
     nd = op.outs[0].dim()
     dim = (op.arg(1, "dim", 0) or 0) % nd
-    found = [same(op, Shard(d)) for d in range(nd) if d != dim]
-    sizes = tuple(t.shape[dim] for t in op.ins)
-    if len(sizes) > 1 and all(s % n == 0 for s in sizes):
-        found.append(Strategy((Shard(dim),) * len(op.ins), (Shard(dim, sizes),)))
+    void = [t.dim() == 1 < nd and t.numel() == 0 for t in op.ins]
+    found = [
+        Strategy(tuple(REP if v else Shard(d) for v in void), (Shard(d),))
+        for d in range(nd)
+        if d != dim and not all(void)
+    ]
+    sizes = [0 if v else t.shape[dim] for v, t in zip(void, op.ins, strict=True)]
+    held = tuple(s for s in sizes if s)
+    if held and all(s % n == 0 for s in held) and (len(held) > 1 or len(sizes) > 1):
+        found.append(
+            Strategy(tuple(Shard(dim) if s else REP for s in sizes), (Shard(dim, held if len(held) > 1 else None),))
+        )
     return found + passes_partial(op)
 
 
@@ -215,6 +224,14 @@ def creation(op: Op, n: int) -> list[Strategy]:
     for kind in [*kinds, P, A]:
         found.append(Strategy((kind,) * len(op.ins), (REP,) * len(op.outs)))
     return found
+
+
+def expand_as(op: Op, n: int) -> list[Strategy]:
+    """x.expand_as(other): dims that x has of its own, and those that it takes from `other`."""
+    x, other = op.ins
+    found = [Strategy((Shard(own), Shard(d)), (Shard(d),)) if (own := d - other.dim() + x.dim()) >= 0 and x.shape[own] != 1
+             else Strategy((REP, Shard(d)), (Shard(d),)) for d in range(other.dim()) if other.shape[d] != 1]  # fmt: skip
+    return found + [Strategy((kind, REP), (kind,)) for kind in (P, A)]
 
 
 def complex_view(op: Op, n: int) -> list[Strategy]:

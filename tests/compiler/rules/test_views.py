@@ -43,6 +43,11 @@ CALLS: list[tuple[Any, ...]] = [
     (torch.repeat_interleave, f(4, 3), 2, 1),
     (torch.cat, [f(4, 3), f(6, 3)], 0),
     (torch.cat, [f(3, 4), f(3, 6)], -1),
+    (torch.cat, [f(3, 4), f(3, 0)], -1),
+    (torch.cat, [f(0), f(6, 4)], 0),
+    (torch.cat, [f(0), f(6, 4)], 1),
+    (T.expand_as, f(4), f(3, 4)),
+    (T.expand_as, f(4, 1, 6), f(4, 3, 6)),
     (torch.stack, [f(3, 4), f(3, 4)], -1),
     (torch.stack, [f(3, 4), f(3, 4)], 0),
     (torch.split, f(3, 8), 4, -1),
@@ -111,6 +116,10 @@ def test_a_dim_split_part_by_part_is_opened_rightly(func: Any, parts: tuple[int,
 
 def test_joining_split_dims_gives_a_dim_split_part_by_part() -> None:
     assert ("S(0)", "S(0)", "->", "S(0, parts=[4, 6])") in kinds_of(torch.cat, [f(4, 3), f(6, 3)], 0)
+
+
+def test_what_has_no_elements_leaves_a_split_dim_in_one_part() -> None:
+    assert ("S(1)", "R", "->", "S(1)") in kinds_of(torch.cat, [f(3, 4), f(3, 0)], -1)
 
 
 def test_a_squeeze_that_would_drop_a_short_shard_is_refused() -> None:
