@@ -23,12 +23,16 @@ if TYPE_CHECKING:
     from meshplan.plan.rules import Input, Rule
     from meshplan.plan.sections import Compile, Context, Experts, Fsdp, Pipeline, Recompute
     from meshplan.plan.yaml_io import load_plan
+    from meshplan.pretrained.build import from_pretrained
+    from meshplan.pretrained.load import load_pretrained
+    from meshplan.pretrained.save import save_pretrained
     from meshplan.runtime.batch import lowered, shard_batch, token_mean
     from meshplan.runtime.checkpoint import load, load_plan_of, save
     from meshplan.runtime.clip import clip_grad_norm_
     from meshplan.runtime.init import init_weights
     from meshplan.runtime.meta import build_on_meta as meta
     from meshplan.runtime.session import accumulate
+    from meshplan.search.auto import auto_plan
     from meshplan.verify.run import verify
 
 __version__ = "0.1.0"
@@ -44,6 +48,10 @@ _HOMES = {
     "Rule": "meshplan.plan.rules",
     **dict.fromkeys(("Compile", "Context", "Experts", "Fsdp", "Pipeline", "Recompute"), "meshplan.plan.sections"),
     "load_plan": "meshplan.plan.yaml_io",
+    "from_pretrained": "meshplan.pretrained.build",
+    "load_pretrained": "meshplan.pretrained.load",
+    "save_pretrained": "meshplan.pretrained.save",
+    "auto_plan": "meshplan.search.auto",
     "lowered": "meshplan.runtime.batch",
     "shard_batch": "meshplan.runtime.batch",
     "token_mean": "meshplan.runtime.batch",
@@ -59,8 +67,9 @@ _RENAMED = {"meta": "build_on_meta"}
 
 __all__ = [
     "Compile", "Context", "Experts", "Fsdp", "Input", "Lowered", "P", "Pipeline", "Plan", "PlanError", "R", "Recompute",
-    "Rule", "S", "Where", "accumulate", "clip_grad_norm_", "init_weights", "load", "load_plan", "load_plan_of", "lower",
-    "lowered", "meta", "parallelize", "place", "save", "shard_batch", "token_mean", "verify",
+    "Rule", "S", "Where", "accumulate", "auto_plan", "clip_grad_norm_", "from_pretrained", "init_weights", "load", "load_plan",
+    "load_plan_of", "load_pretrained", "lower", "lowered", "meta", "parallelize", "place", "save", "save_pretrained",
+    "shard_batch", "token_mean", "verify",
 ]  # fmt: skip
 
 

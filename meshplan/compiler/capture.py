@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshplan import compat
-from meshplan.compiler.repeats import Equals, Grouped, Segment, input_signature, like
+from meshplan.compiler.frames import argument_keys
+from meshplan.compiler.repeats import (
+    Equals,
+    FullTraceNeeded,
+    Grouped,
+    Segment,
+    can_stand_for_others,
+    input_signature,
+    like,
+)
 from meshplan.compiler.source import call_site
 from meshplan.errors import PlanError, Where
 
@@ -42,7 +51,8 @@ class Ref:
 
 @dataclass(frozen=True)
 class Call:
-    """One torch call: function, flattened arguments (tensors as `Ref`), results, and where it was made."""
+    """One torch call: function, flattened arguments (tensors as `Ref`), results, and where it was made. `ordinal` counts the
+    calls of one run of `module`'s own code; it is -1 in a hook."""
 
     index: int
     func: Callable[..., Any]
@@ -65,11 +75,18 @@ class Call:
 
 @dataclass
 class Trace:
-    """The calls of one forward, and every value's fake tensor at global shape (kept, so that ids stay unique)."""
+    """The calls of one forward, and every value's fake tensor at global shape (kept, so that ids stay unique).
+
+    `entered` and `left` have the module calls in order with the values handed over, `keys` the argument names of the
+    former; `ends` has, by the number of a grouped call that was traced, the number of calls recorded when it returned.
+    """
 
     calls: list[Call] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     entered: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    keys: list[tuple[str, ...]] = field(default_factory=list)
+    left: list[tuple[str, tuple[tuple[str, int], ...]]] = field(default_factory=list)
+    ends: dict[int, int] = field(default_factory=dict)
     reads: list[tuple[str, Any]] = field(default_factory=list)
     grouped: list[Grouped] = field(default_factory=list)
     outputs: Any = None
@@ -102,6 +119,7 @@ class ModuleStack:
     def __init__(self) -> None:
         self.paths: list[str] = []
         self._ordinals: list[int] = []
+        self._hooks: list[int] = []  # how deep the stack was where each user's hook that runs began
 
     def enter(self, path: str) -> None:
         self.paths.append(path)
@@ -111,7 +129,21 @@ class ModuleStack:
         self.paths.pop()
         self._ordinals.pop()
 
+    def hooked(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """The user's `hook`, whose calls count for no module: a rank's edits sleep while it runs."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._hooks.append(len(self.paths))
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                self._hooks.pop()
+
+        return run
+
     def next_ordinal(self) -> int:
+        if self._hooks and self._hooks[-1] == len(self.paths):
+            return -1
         self._ordinals[-1] += 1
         return self._ordinals[-1] - 1
 
@@ -148,6 +180,17 @@ def host_read(func: Callable[..., Any], path: str, cause: BaseException) -> Plan
         where=where,
         module=path,
         legal="a forward whose Python code depends on shapes and constants only",
+    )
+
+
+def foreign_parameter(name: str, path: str) -> PlanError:
+    return PlanError(
+        f"{path or 'the model'} computes ({name}) with a parameter that is none of this model's: a function put in place of a "
+        "forward, or kept in an attribute, holds on to the module it was made for",
+        code="foreign-parameter",
+        where=call_site(3),
+        module=path,
+        legal="a method of the module, which finds its parameters on self",
     )
 
 
@@ -191,19 +234,25 @@ class _Capture(TorchFunctionMode):
     ) -> Any:
         """Run the forward of a module that has equals, or let the first equal's trace stand for it."""
         inputs = compat.flatten((args, kwargs))[0]
+        if not can_stand_for_others(args, kwargs):
+            if path in self.equals.hollow:  # type: ignore[union-attr]
+                raise FullTraceNeeded(path)
+            return forward(*args, **kwargs)
         key = (group, input_signature(args, kwargs))
         first = self.segments.get(key)
         if first is None:
             number = len(self.trace.grouped)
-            self.trace.grouped.append(Grouped(path, None, (), self._filled(path, module)))
+            filled = self._filled(path, module)
+            self.trace.grouped.append(Grouped(path, None, (), filled, len(self.trace.calls)))
             out = forward(*args, **kwargs)
+            self.trace.ends[number] = len(self.trace.calls)
             self.segments[key] = Segment(number, path, inputs, out=out)
             return out
         self.paused = True
         out = like(first.out, first.inputs, inputs)
         self.paused = False
         outs = tuple(self.ids.get(t) for t in tensors_in(out))
-        self.trace.grouped.append(Grouped(path, first.number, outs))
+        self.trace.grouped.append(Grouped(path, first.number, outs, at=len(self.trace.calls)))
         return out
 
     def _filled(self, path: str, module: nn.Module) -> int:
@@ -221,6 +270,8 @@ class _Capture(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
+        if any(t.requires_grad and not compat.is_fake(t) for t in tensors_in((args, kwargs))):
+            raise foreign_parameter(name_of(func), self.stack.path)
         out = run_call(func, args, kwargs, self.stack.path)
         if not is_recorded(func, out):
             if getattr(func, "__name__", "") in HOST_READS:
@@ -246,12 +297,17 @@ class _Capture(TorchFunctionMode):
 class ModuleHooks:
     """Calls `cast(path, args, kwargs)`, which gives new arguments, then `before(path, module, args, kwargs)` and
     `after(path, module, args, kwargs, out)` around every module of a compile-time copy; what they return, unless None,
-    replaces the arguments or the output."""
+    replaces the arguments or the output. The user's own hooks come before `before` and after `after`, as on a rank, where
+    both are part of the forward."""
 
     def __init__(
-        self, before: Callable[..., Any], after: Callable[..., Any], cast: Callable[..., tuple[Any, Any]] | None = None
+        self,
+        before: Callable[..., Any],
+        after: Callable[..., Any],
+        stack: ModuleStack,
+        cast: Callable[..., tuple[Any, Any]] | None = None,
     ) -> None:
-        self.before, self.after, self.cast = before, after, cast
+        self.before, self.after, self.stack, self.cast = before, after, stack, cast
 
     def on(self, model: nn.Module) -> None:
         for path, module in model.named_modules():
@@ -264,8 +320,10 @@ class ModuleHooks:
                 self._one(f"{path}.{inner}", child)
 
     def _one(self, path: str, module: nn.Module) -> None:
+        for table in compat.hook_tables(module, False):
+            table.update({key: self.stack.hooked(hook) for key, hook in table.items()})
         module.register_forward_pre_hook(lambda m, a, k: self._enter(path, m, a, k), with_kwargs=True)
-        module.register_forward_hook(lambda m, a, k, o: self.after(path, m, a, k, o), with_kwargs=True)
+        module.register_forward_hook(lambda m, a, k, o: self.after(path, m, a, k, o), with_kwargs=True, prepend=True)
 
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.cast is not None:
@@ -292,9 +350,13 @@ def capture(
 
     def before(path: str, module: nn.Module, a: Any, k: Any) -> None:
         trace.entered.append((path, tuple(ids.get(t) for t in tensors_in((a, k)))))
+        named = zip(argument_keys(module, a, k), compat.flatten((a, k))[0], strict=True)
+        trace.keys.append(tuple(key for key, t in named if isinstance(t, Tensor)))
         stack.enter(path)
 
     def after(path: str, module: nn.Module, a: Any, k: Any, out: Any) -> None:
+        keyed = compat.flatten_with_path(out)
+        trace.left.append((path, tuple((key, ids.get(t)) for key, t in keyed if isinstance(t, Tensor))))
         stack.leave()
 
     for t in [*skeleton.parameters(), *skeleton.buffers(), *tensors_in((args, kwargs))]:
@@ -303,7 +365,7 @@ def capture(
     def cast(path: str, a: Any, k: Any) -> tuple[Any, Any]:
         return inputs_of(path, a, k, lambda new, old: ids.alias(new, ids.get(old))) if inputs_of else (a, k)
 
-    recorder, hooks = _Capture(trace, ids, stack, equals), ModuleHooks(before, after, cast)
+    recorder, hooks = _Capture(trace, ids, stack, equals), ModuleHooks(before, after, stack, cast)
     recorder.hooks = hooks.inside
     hooks.on(skeleton)
     if equals is not None:

@@ -16,15 +16,17 @@ from meshplan.compiler.check import CHECKS, Checked, check_uses
 from meshplan.compiler.examples import Example, example_inputs
 from meshplan.compiler.expand import expand_repeats
 from meshplan.compiler.few_heads import SplitNeeded, split_spec, sub_axes, with_copies
+from meshplan.compiler.foldable import foldable
 from meshplan.compiler.fsdp_cuts import fsdp_cuts
 from meshplan.compiler.gathers import regathered, sites_regathered
+from meshplan.compiler.hooks import refuse_gradient_hooks
 from meshplan.compiler.invocations import once
 from meshplan.compiler.kinds import I, Kind, N, R
 from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.lowered import Boundary, Core, ParamPlan, Program
 from meshplan.compiler.precision import Precision
 from meshplan.compiler.propagate import Pass, Propagation
-from meshplan.compiler.repeats import Equals, FullTraceNeeded, equal_layers
+from meshplan.compiler.repeats import Equals, FullTraceNeeded
 from meshplan.compiler.sites import Decisions
 from meshplan.compiler.skeleton import fake_copy, fake_world
 from meshplan.compiler.strategies import Chooser
@@ -36,7 +38,7 @@ from meshplan.mesh.spec import DATA_AXES, MeshSpec
 from meshplan.plan.placements import Placement, Shard
 from meshplan.plan.plan import Plan
 
-MAX_PASSES = 8
+MAX_PASSES = 16
 
 
 def compile_core(
@@ -53,7 +55,8 @@ def compile_core(
         fold: propagate one of equal layers for all; without, `Program.decided` has every call of every layer.
 
     Raises PlanError, each with the user's line: what `bind` raises, `rule-refuted`, `bad-check`, and `host-read`, `no-rule`,
-    `diverged`, `random-op`, `no-redistribution`, `local-shape`, `in-place`, `mixed-use`, `axis-not-lowered`, `fsdp-no-dim`.
+    `diverged`, `random-op`, `no-redistribution`, `local-shape`, `in-place`, `mixed-use`, `axis-not-lowered`, `fsdp-no-dim`,
+    `gradient-hook`, `forward-hook`.
     """
     refuse_unlowered(plan, spec)
     if check not in CHECKS:
@@ -61,6 +64,8 @@ def compile_core(
     bound = bind(plan, model, degrees=dict(spec.axes), given=tuple(inputs or ()))
     groups = abstract_groups(spec, rank)
     axes = [Axis(name, groups.group(name), name in DATA_AXES) for name, n in spec.axes if n > 1 and name != "pp"]
+    if axes:
+        refuse_gradient_hooks(model)
     examples = example_inputs(model, bound, inputs, [a.name for a in axes])
     kinds = {name: _param_kinds(bound, name, axes) for name in bound.params}
     precision = Precision.of(bound, spec)
@@ -90,11 +95,13 @@ def _settled(
     kinds: dict[str, list[Kind]], fold: bool, precision: Precision,
 ) -> tuple[Trace, Pass, Decisions]:  # fmt: skip
     """Propagate with equal layers traced once; where that does not work out, with every layer traced."""
-    groups = equal_layers(model, bound, kinds) if fold else {}
-    for equals in (Equals(model, groups), Equals(model, {})):
-        skeleton = fake_copy(model, mode, None, equals.hollow)
-        trace = capture(skeleton, mode, (), fake_inputs(examples, mode, None), equals, precision.inputs)
+    inputs = fake_inputs(examples, mode, None)
+    foldings = (lambda: foldable(model, mode, bound, kinds, inputs, precision.inputs), dict) if fold else (dict,)
+    for folding in foldings:
+        equals = Equals(model, folding())
         try:
+            skeleton = fake_copy(model, mode, None, equals.hollow)
+            trace = capture(skeleton, mode, (), fake_inputs(examples, mode, None), equals, precision.inputs)
             return trace, *_until_stable(
                 model, mode, trace, bound, spec, rank, axes, examples, kinds, equals, precision
             )
@@ -211,7 +218,7 @@ def _one_pass(
     def cast(path: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return precision.inputs(path, args, kwargs, run.relabel)
 
-    hooks = ModuleHooks(run.before, run.after, cast)
+    hooks = ModuleHooks(run.before, run.after, run.stack, cast)
 
     def fill(path: str, module: nn.Module, value: int) -> None:
         equals.fill(path, module, mode, shape_of, run.grouped)

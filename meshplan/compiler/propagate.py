@@ -17,12 +17,14 @@ from meshplan import compat
 from meshplan.compiler.calls import Calls
 from meshplan.compiler.capture import HOST_READS, is_recorded, run_call, tensors_in
 from meshplan.compiler.frames import argument_keys
+from meshplan.compiler.hooks import ON_TENSORS, gradient_hook
 from meshplan.compiler.kinds import A, I, P, Pending, R, replicated
 from meshplan.compiler.known import Pass
 from meshplan.compiler.layout import Info
 from meshplan.compiler.localize import same_constant
-from meshplan.compiler.repeats import FullTraceNeeded, Segment, input_signature, like
+from meshplan.compiler.repeats import FullTraceNeeded, Segment, can_stand_for_others, input_signature, like
 from meshplan.compiler.sites import Site
+from meshplan.compiler.source import call_site
 from meshplan.plan.placements import Placement, Replicate, Shard
 
 
@@ -94,6 +96,8 @@ class Propagation(Calls, TorchFunctionMode):
         self, path: str, group: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Run the forward of a module that has equals, or repeat what its equal did."""
+        if not can_stand_for_others(args, kwargs):
+            return forward(*args, **kwargs)
         number, self.grouped_calls = self.grouped_calls, self.grouped_calls + 1
         planned = self.trace.grouped[number] if number < len(self.trace.grouped) else None
         if planned is None or planned.path != path:
@@ -170,6 +174,8 @@ class Propagation(Calls, TorchFunctionMode):
         if rec is None or rec.func != func:
             out = run_call(func, args, kwargs, self.stack.path)
             self._check_unrecorded(func, out)
+            if getattr(func, "__name__", "") in ON_TENSORS and any(k != I for k in self.info(args[0]).kinds):
+                raise gradient_hook(f"a hook on {self.show(args[0])}", self.stack.path, call_site())
             return out
         return self.recorded(rec, args, kwargs)
 

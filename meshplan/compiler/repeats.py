@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,35 +14,57 @@ from meshplan import compat
 from meshplan.compiler.bind import Bound
 from meshplan.compiler.kinds import Kind
 
+if TYPE_CHECKING:
+    from meshplan.compiler.capture import Call, Trace
+
 _PLAIN = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
 
 
-def equal_layers(model: nn.Module, bound: Bound, kinds: Mapping[str, list[Kind]]) -> dict[str, int]:
+def equal_layers(model: nn.Module, bound: Bound, kinds: Mapping[str, list[Kind]]) -> tuple[dict[str, int], bool]:
     """Modules of a ModuleList or Sequential that are alike in everything tracing can see: class, attributes, parameters with
     their layouts, buffers, children, hooks and rules. Their paths, with the number of the class of equals they are in.
 
-    An attribute that is not plain data counts by identity, so what cannot be compared is taken for different.
+    An attribute that is not plain data counts by identity, so what cannot be compared is taken for different. One that is each
+    module's own place in its list (`layer_idx`) counts as equal; the second result is whether there is such a one, on which
+    forward may depend: see `confirmed`.
     """
     params = {id(p): name for name, p in model.named_parameters()}
     keys: dict[str, Any] = {}
+    numbered = False
     for path, parent in model.named_modules():
         if isinstance(parent, (nn.ModuleList, nn.Sequential)) and len(parent) > 1:
+            places = _places(parent)
+            numbered |= bool(places)
             for name, child in parent.named_children():
                 inner = f"{path}.{name}" if path else name
-                keys[inner] = _describe(child, inner, "", bound, kinds, params)
+                keys[inner] = _describe(child, inner, "", bound, kinds, params, places)
     counts = Counter(keys.values())
     numbers: dict[Any, int] = {}
-    return {path: numbers.setdefault(key, len(numbers)) for path, key in keys.items() if counts[key] > 1}
+    return {path: numbers.setdefault(key, len(numbers)) for path, key in keys.items() if counts[key] > 1}, numbered
+
+
+def _places(parent: nn.Module) -> frozenset[tuple[str, str]]:
+    """Attributes (path within the child, name) that in every child that has them are the child's place in `parent`."""
+    found: dict[tuple[str, str], bool] = {}
+    seen: Counter[tuple[str, str]] = Counter()
+    for at, child in enumerate(parent.children()):
+        for inner, m in child.named_modules():
+            for key, value in m.__dict__.items():
+                if type(value) is int:
+                    found[inner, key] = found.get((inner, key), True) and value == at
+                    seen[inner, key] += 1
+    return frozenset(key for key, always in found.items() if always and seen[key] > 1)
 
 
 def _describe(
-    m: nn.Module, path: str, relative: str, bound: Bound, kinds: Mapping[str, list[Kind]], params: Mapping[int, str]
-) -> Any:
+    m: nn.Module, path: str, relative: str, bound: Bound, kinds: Mapping[str, list[Kind]], params: Mapping[int, str],
+    places: frozenset[tuple[str, str]],
+) -> Any:  # fmt: skip
     own = []
     for key, value in sorted(m.__dict__.items()):
         if key in ("_parameters", "_buffers", "_modules"):
             continue
-        own.append((key, _attribute(value)))
+        own.append((key, "its place" if (relative.lstrip("."), key) in places else _attribute(value)))
     weights: list[Any] = []
     for name, p in m._parameters.items():
         if p is None:
@@ -55,10 +77,45 @@ def _describe(
     rule = bound.modules.get(path)
     layouts = (repr(rule.input), repr(rule.output)) if rule else None
     children = [
-        (name, _describe(c, f"{path}.{name}", f"{relative}.{name}", bound, kinds, params) if c is not None else None)
+        (
+            name,
+            _describe(c, f"{path}.{name}", f"{relative}.{name}", bound, kinds, params, places)
+            if c is not None
+            else None,
+        )
         for name, c in m._modules.items()
     ]
     return (type(m), tuple(own), tuple(weights), tuple(buffers), layouts, tuple(children))
+
+
+def confirmed(groups: Mapping[str, int], trace: Trace) -> dict[str, int]:
+    """Of `groups`, those whose modules make the same calls in `trace`, which has every module's: the same functions on tensors
+    of the same shapes with the same other arguments, dataflow included. A module that does not is no one's equal."""
+    made: dict[str, list[Any]] = {path: [] for path in groups}
+    local: dict[str, dict[int, int]] = {path: {} for path in groups}
+    for call in trace.calls:
+        for path in _holding(call.module, made):
+            made[path].append(_normalised(call, call.module[len(path) :], trace, local[path]))
+    keys = {path: (group, tuple(made[path])) for path, group in groups.items()}
+    counts = Counter(keys.values())
+    numbers: dict[Any, int] = {}
+    return {path: numbers.setdefault(key, len(numbers)) for path, key in keys.items() if counts[key] > 1}
+
+
+def _holding(module: str, paths: Mapping[str, Any]) -> list[str]:
+    parts = module.split(".")
+    return [p for i in range(1, len(parts) + 1) if (p := ".".join(parts[:i])) in paths]
+
+
+def _normalised(call: Call, relative: str, trace: Trace, numbers: dict[int, int]) -> Any:
+    """A call with its tensors numbered by first appearance in its module, and everything else as it prints."""
+
+    def tensor(value: int) -> Any:
+        t = trace.values[value]
+        return (numbers.setdefault(value, len(numbers)), tuple(t.shape), t.dtype, t.requires_grad)
+
+    leaves = tuple(tensor(x.value) if hasattr(x, "value") else repr(x) for x in call.leaves)
+    return (relative, call.func, leaves, str(call.structure), tuple(map(tensor, call.outs)))
 
 
 def _attribute(value: Any) -> Any:
@@ -80,12 +137,14 @@ class FullTraceNeeded(Exception):
 @dataclass(frozen=True)
 class Grouped:
     """One call of a grouped module: traced itself (`of` None) or standing on the call number `of`; `outs` are its values.
-    `first_value` numbers the parameters of a hollow module that had to be filled to be traced, -1 for others."""
+    `first_value` numbers the parameters of a hollow module that had to be filled to be traced, -1 for others. `at` is the
+    number of calls recorded before it."""
 
     path: str
     of: int | None
     outs: tuple[int, ...]
     first_value: int = -1
+    at: int = 0
 
 
 @dataclass
@@ -100,6 +159,16 @@ class Segment:
     start: int = 0
     end: int = 0
     infos: list[Any] = field(default_factory=list)
+
+
+def can_stand_for_others(args: Any, kwargs: Any) -> bool:
+    """Whether a module handed these arguments does nothing but return: an object among them, such as a cache of keys and
+    values, may be written to, which the equals of a traced module would not do."""
+    if isinstance(args, (tuple, list)) and type(args) in (tuple, list):
+        return all(can_stand_for_others(x, {}) for x in args) and (not kwargs or can_stand_for_others(kwargs, {}))
+    if type(args) is dict:
+        return all(can_stand_for_others(x, {}) for x in args.values())
+    return isinstance(args, (Tensor, torch.Size, *_PLAIN))
 
 
 def input_signature(args: Any, kwargs: Any) -> tuple[Any, ...]:

@@ -43,17 +43,17 @@ class Chooser:
         rule = semantic.RULES.get(rec.func)
         if rule is not None:
             op, order = self.semantic_op(rec)
-            strategies = [_reordered(s, order) for s in rule(op, shards) if len(s.ins) == len(order)]
-            return choose([*strategies, whole], kinds, tensors, params, degree)
-        ops, results, _ = self._decomposed(rec)
+            strategies = [reordered(s, order) for s in rule(op, shards) if len(s.ins) == len(order)]
+            return choose([*strategies, whole], kinds, tensors, params, degree, rec.in_place)
+        ops, results, _ = self.decomposed(rec)
         given = {id(t): k for t, k in zip(tensors, kinds, strict=True)}
         strategies = []
         followed = aten.follow(ops, given, results, degree)
-        if followed is not None and (len(ops) == 1 or self._scales(rec, ops, kinds, degree)):
+        if followed is not None and (len(ops) == 1 or self.scales(rec, ops, kinds, degree)):
             strategies.append(Strategy(tuple(REP if replicated(k) else k for k in kinds), followed, plain=True))
         elif len(ops) == 1 and ops[0].ins == tuple(id(t) for t in tensors):
             strategies += aten.rule_of(ops[0], shards)
-        return choose([*strategies, whole], kinds, tensors, params, degree)
+        return choose([*strategies, whole], kinds, tensors, params, degree, rec.in_place)
 
     def semantic_op(self, rec: Call) -> tuple[Op, list[int]]:
         """`rec` with its arguments in signature order, and for each tensor its number in the call."""
@@ -74,7 +74,7 @@ class Chooser:
             self._ops[rec.index] = (Op(rec.name, tuple(plain), {}, ins, outs), [s.number for s in slots])
         return self._ops[rec.index]
 
-    def _scales(self, rec: Call, ops: list[aten.AtenOp], kinds: Sequence[Kind], degree: int) -> bool:
+    def scales(self, rec: Call, ops: list[aten.AtenOp], kinds: Sequence[Kind], degree: int) -> bool:
         """Whether shards take the same aten ops with the same numbers: a function may divide by a size it was handed."""
         mine: dict[int, Tensor] = {}
         for value, kind in zip(rec.ins, kinds, strict=True):
@@ -91,7 +91,7 @@ class Chooser:
             return True
         return [aten.numbers(item) for item in local] == [aten.numbers(item) for item in ops]
 
-    def _decomposed(self, rec: Call) -> tuple[list[aten.AtenOp], list[Tensor], list[Tensor]]:
+    def decomposed(self, rec: Call) -> tuple[list[aten.AtenOp], list[Tensor], list[Tensor]]:
         if rec.index not in self._aten:
             leaves = [self.trace.values[x.value] if isinstance(x, Ref) else x for x in rec.leaves]
             args, kwargs = compat.unflatten(leaves, rec.structure)
@@ -159,7 +159,7 @@ class _Slot:
         self.number, self.value = number, value
 
 
-def _reordered(s: Strategy, order: list[int]) -> Strategy:
+def reordered(s: Strategy, order: list[int]) -> Strategy:
     ins: list[Kind] = [REP] * len(order)
     for kind, number in zip(s.ins, order, strict=True):
         ins[number] = kind

@@ -1,0 +1,1 @@
+"""What a lowered program costs: work of single calls and time of collectives on a machine (modelled, never measured)."""

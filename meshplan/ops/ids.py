@@ -43,11 +43,13 @@ def require_in_range(ids: Tensor, size: int, message: str, ignore_index: int | N
         return
     if torch.compiler.is_compiling():
         return
-    bad = (ids < 0) | (ids >= size)
-    if ignore_index is not None:
-        bad &= ids != ignore_index
-    if ids.device.type == "cpu":
-        if bool(bad.any()):
-            raise IndexError(message.format(int(ids[bad][0])))
-    else:
-        compat.assert_on_device(~bad.any())
+    # While a program is traced, constants among the ids are real tensors in a world of fake ones.
+    with compat.without_fake_mode():
+        bad = (ids < 0) | (ids >= size)
+        if ignore_index is not None:
+            bad &= ids != ignore_index
+        if ids.device.type == "cpu":
+            if bool(bad.any()):
+                raise IndexError(message.format(int(ids[bad][0])))
+        else:
+            compat.assert_on_device(~bad.any())

@@ -38,6 +38,7 @@ class Plan:
         fsdp, context, experts, pipeline, recompute, compile: the sections, each as its dataclass or the same keys in a
             dict; None where the plan has none.
         regions: `auto`, or `dtensor` to run everything with DTensor semantics (slow, for reference).
+        note: what stands above the plan in its file, as comments.
 
     Every check raises PlanError with the line the offending value was written on.
     """
@@ -52,6 +53,7 @@ class Plan:
     recompute: Recompute | None = None
     compile: Compile | None = None
     regions: str = "auto"
+    note: str = field(default="", compare=False, repr=False, kw_only=True)
     source: Source = field(default_factory=user_source, compare=False, repr=False, kw_only=True)
 
     if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class Plan:
             compile: Compile | Mapping[str, Any] | None = None,
             regions: str = "auto",
             *,
+            note: str = ...,
             source: Source = ...,
         ) -> None: ...
 

@@ -113,6 +113,7 @@ class Rule:
         output: likewise by index or key path; under `""` every tensor the module returns.
         use: a shorthand, resolved against the module at bind; what the rule itself says comes before it.
         override: this rule may replace what an earlier rule said.
+        note: why, for who reads the plan; a plan file has it as a comment.
     """
 
     at: str
@@ -121,6 +122,7 @@ class Rule:
     output: dict[str, Layout] = field(default_factory=dict)
     use: str | None = None
     override: bool = False
+    note: str = field(default="", compare=False, repr=False, kw_only=True)
     source: Source = field(default_factory=user_source, compare=False, repr=False, kw_only=True)
 
     if TYPE_CHECKING:
@@ -134,6 +136,7 @@ class Rule:
             use: str | None = None,
             override: bool = False,
             *,
+            note: str = ...,
             source: Source = ...,
         ) -> None: ...
 

@@ -67,12 +67,16 @@ def parse_plan(text: str | bytes, file: str = "<string>") -> Plan:
 
 
 def dump_plan(plan: Plan) -> str:
-    """The text of a plan file that `parse_plan` reads back as an equal plan: one line a rule, input and section."""
+    """The text of a plan file that `parse_plan` reads back as an equal plan: one line a rule, input and section. Notes
+    of the plan and of its rules are comments."""
     data = plan.to_dict()
     top = CommentedMap()
     for key, value in data.items():
         if key == "rules":
             top[key] = CommentedSeq([_flow(rule) for rule in value])
+            for i, rule in enumerate(plan.rules):
+                if rule.note:
+                    top[key].yaml_set_comment_before_after_key(i, before=rule.note, indent=2)
         elif key == "inputs":
             top[key] = CommentedMap((_text(name), _flow(item)) for name, item in value.items())
         else:
@@ -80,6 +84,8 @@ def dump_plan(plan: Plan) -> str:
     yaml = YAML(typ="rt", pure=True)
     yaml.width = 1 << 20
     yaml.indent(mapping=2, sequence=4, offset=2)
+    if plan.note:
+        top.yaml_set_start_comment(plan.note)
     out = io.StringIO()
     yaml.dump(top, out)
     return out.getvalue()

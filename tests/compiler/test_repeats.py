@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import meshplan as mp
 from meshplan.compiler import compile as compiling
-from meshplan.compiler.repeats import moved_path
+from meshplan.compiler.foldable import foldable
+from meshplan.compiler.repeats import equal_layers, moved_path
+from meshplan.compiler.skeleton import fake_world
 from meshplan.models.llama import Llama, LlamaConfig
 
 
@@ -38,7 +40,7 @@ def plan(rules: list[mp.Rule], **sections: object) -> mp.Plan:
 
 def both_ways(model: nn.Module, p: mp.Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[dict, dict]:
     once = mp.lower(model, p, 4).to_json()
-    monkeypatch.setattr(compiling, "equal_layers", lambda *args: {})
+    monkeypatch.setattr(compiling, "foldable", lambda *args: {})
     return once, mp.lower(model, p, 4).to_json()
 
 
@@ -111,8 +113,94 @@ def test_an_attribute_that_differs_keeps_layers_apart():
     )
     core = mp.lower(Stack(), p, 2).core
     kinds = {name: compiling._param_kinds(core.bound, name, []) for name in core.bound.params}
-    equal = compiling.equal_layers(Stack(), core.bound, kinds)
-    assert set(equal) == {"blocks.0", "blocks.1"}
+    equal, numbered = equal_layers(Stack(), core.bound, kinds)
+    assert set(equal) == {"blocks.0", "blocks.1"} and not numbered
+
+
+class Numbered(nn.Module):
+    """A layer that knows its place in the list, as transformers' do; `use` is what it does with it."""
+
+    def __init__(self, layer_idx: int, use: str) -> None:
+        super().__init__()
+        self.layer_idx, self.use = layer_idx, use
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, kept: list[Tensor] | None = None) -> Tensor:
+        h = self.up(x)
+        if self.use == "scale":
+            h = h / (self.layer_idx + 1)
+        if self.use == "branch" and self.layer_idx == 1:
+            h = h.relu()
+        return x + self.down(h)
+
+
+class Places(nn.Module):
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Numbered(i, use) for i in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("use", "alike"), [("nothing", [[0, 1, 2, 3]]), ("scale", []), ("branch", [[0, 2, 3]])], ids=["nothing", "scale", "branch"]
+)
+def test_layers_that_know_their_place_are_equal_when_their_calls_are(use, alike):
+    p = mp.Plan(
+        mesh={"tp": 2},
+        inputs={"x": mp.Input(shape=(3, 6), dtype=torch.float32, place={})},
+        rules=[mp.Rule("blocks.*.up", use="colwise"), mp.Rule("blocks.*.down", use="rowwise")],
+    )
+    model = Places(use)
+    core = mp.lower(model, p, 2).core
+    kinds = {name: compiling._param_kinds(core.bound, name, []) for name in core.bound.params}
+    with fake_world() as mode, mode:
+        groups = foldable(model, mode, core.bound, kinds, {"x": torch.empty(3, 6, requires_grad=True)})
+    found: dict[int, list[int]] = {}
+    for path, number in groups.items():
+        found.setdefault(number, []).append(int(path.split(".")[1]))
+    assert list(found.values()) == alike
+
+
+class Cache:
+    """Holds what each layer hands it, as a cache of keys and values does."""
+
+    def __init__(self) -> None:
+        self.held: list[Tensor] = []
+
+
+class Writing(Numbered):
+    def forward(self, x: Tensor, kept: Cache | None = None) -> Tensor:
+        h = self.up(x)
+        if kept is not None:
+            kept.held.append(h)
+        return x + self.down(h)
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Writing(i, "nothing") for i in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = Cache()
+        for block in self.blocks:
+            x = block(x, kept)
+        return torch.stack([h.sum() for h in kept.held]).sum() + x.sum()
+
+
+def test_layers_that_write_into_an_object_are_each_traced():
+    p = mp.Plan(
+        mesh={"tp": 2},
+        inputs={"x": mp.Input(shape=(3, 6), dtype=torch.float64, place={})},
+        rules=[mp.Rule("blocks.*.up", use="colwise"), mp.Rule("blocks.*.down", use="rowwise")],
+    )
+    core = mp.lower(Writes().double(), p, 2).core
+    sums = [d for d in core.program.decided if d.call.name == "sum" and d.call.module == ""]
+    assert len(sums) == 5
 
 
 def test_moved_path_moves_only_what_lies_under_the_prefix():

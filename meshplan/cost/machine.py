@@ -1,0 +1,69 @@
+"""A machine as the cost model sees it: peak arithmetic, memory bandwidth, links, and how long a collective takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshplan.mesh.spec import MeshSpec
+from meshplan.mesh.topology import Topology, link_use
+from meshplan.runtime.recorder import wire_bytes
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Figures of one GPU and its links. All times that come of it are modelled.
+
+    Attributes:
+        flops: dense bf16 multiply-adds count as two, a second. 989e12: NVIDIA H100 SXM datasheet, without sparsity.
+        memory: bytes/s of device memory. 3.35e12: same datasheet.
+        topology: ranks a node and bytes/s a rank sends inside and across nodes.
+        latency: seconds until a small collective of a node is done, base and for each further rank. 6.6 us and 0.6 us: the
+            ring constants of NCCL's tuning model for the LL protocol over NVLink (src/graph/tuning.cc, NCCL 2.x).
+        latency_across: seconds for each further rank on another node. 2.7 us: same table, network.
+    """
+
+    flops: float = 989e12
+    memory: float = 3.35e12
+    topology: Topology = field(default_factory=Topology)
+    latency: tuple[float, float] = (6.6e-6, 0.6e-6)
+    latency_across: float = 2.7e-6
+
+    def link(self, spec: MeshSpec, axis: str) -> Link:
+        """The link that the groups of `axis` run on."""
+        use = link_use(spec, self.topology, axis)
+        n = spec.degree(axis)
+        far = use.nodes - 1
+        steps = self.latency[1] * (n - 1 - far) + self.latency_across * far
+        rate = self.topology.across if use.across else self.topology.inside
+        return Link(n, rate, self.latency[0] + steps)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one axis' collectives run on: `ranks` a group, bytes/s one rank sends, seconds a collective takes at least."""
+
+    ranks: int
+    rate: float
+    latency: float
+
+    def seconds(self, op: str, nbytes: int) -> float:
+        """How long `op` on a full tensor of `nbytes` takes: latency, then the ring's bytes (`wire_bytes`) at full rate."""
+        sent = wire_bytes(op, nbytes, self.ranks)
+        return self.latency + sent / self.rate if sent else 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds and wire bytes a rank, forward and backward together; costs add up."""
+
+    seconds: float = 0.0
+    wire: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.seconds + other.seconds, self.wire + other.wire)
+
+    def __mul__(self, times: float) -> Cost:
+        return Cost(self.seconds * times, self.wire * times)
+
+
+FREE = Cost()

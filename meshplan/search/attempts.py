@@ -1,0 +1,139 @@
+"""Solve, write, lower: plans of one axis until lowering accepts one, keeping whole what it refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from meshplan.compiler.kinds import Kind
+from meshplan.compiler.lowered_graph import Lowered
+from meshplan.compiler.strategies import Chooser
+from meshplan.cost.machine import Machine
+from meshplan.errors import PlanError
+from meshplan.lowering.lower import lower
+from meshplan.mesh.build import abstract_groups
+from meshplan.mesh.spec import MeshSpec
+from meshplan.plan.placements import Shard
+from meshplan.plan.plan import Plan
+from meshplan.search.axis import AxisProblem, Choice, Limits
+from meshplan.search.batch import batch_dims
+from meshplan.search.options import options_of
+from meshplan.search.trace import Traced
+from meshplan.search.variants import add_variants
+from meshplan.search.write import rules_of
+
+ATTEMPTS = 12
+"""Solutions lowered at most; then the axis is left without a split parameter."""
+CLOSE = 1.02
+"""How much longer than the solution says the lowered plan's collectives may take before gathers are written out too."""
+
+
+@dataclass
+class Attempt:
+    """A plan that lowered, the solution it was written from (None: nothing is split), what was refused before, and the
+    modelled seconds of its collectives on the axis."""
+
+    plan: Plan
+    lowered: Lowered
+    choice: Choice | None
+    refused: list[PlanError] = field(default_factory=list)
+    modelled: float = 0.0
+
+
+class Search:
+    """One program on one axis: options are enumerated once, solved under changing limits."""
+
+    def __init__(
+        self, model: nn.Module, base: Plan, given: Mapping[str, Any], spec: MeshSpec, program: Traced, batched: Mapping[str, int],
+        machine: Machine, axis: str = "tp",
+    ) -> None:  # fmt: skip
+        self.model, self.base, self.given, self.spec, self.traced = model, base, given, spec, program
+        self.machine, self.axis = machine, axis
+        self.link = machine.link(spec, axis)
+        chooser = Chooser(program.trace, abstract_groups(spec, 0))
+        degree = spec.degree(axis)
+        self.options = options_of(program.program, chooser, degree)
+        add_variants(program.program, chooser, self.options, degree)
+        size = next((program.inputs[key].shape[0] for key in batched), 1)
+        dims = batch_dims(program.program, chooser, batched, _factor(size)) if batched else {}
+
+        def barred(v: int, kind: Kind) -> bool:
+            # Data axes split the batch; a dim split twice could not be gathered on one axis alone.
+            return isinstance(kind, Shard) and dims.get(v) == kind.dim
+
+        self.barred = barred
+
+    def problem(self, limits: Limits) -> AxisProblem:
+        return AxisProblem(
+            self.traced.program, self.options, self.link, self.machine, replace(limits, barred=self.barred)
+        )
+
+    def run(self, limits: Limits, seconds: float, gap: float) -> Attempt:
+        """The best plan that lowers. Raises PlanError where not even the model without a split parameter does."""
+        refused: list[PlanError] = []
+        for _ in range(ATTEMPTS):
+            choice = self.problem(limits).solve(seconds, gap)
+            try:
+                found = self._lowered(choice)
+                return replace(found, refused=refused)
+            except PlanError as error:
+                refused.append(error)
+                stricter = self._without(limits, error)
+                if stricter is None:
+                    break
+                limits = stricter
+        return Attempt(self.base, self._lower(self.base), None, refused)
+
+    def _lowered(self, choice: Choice) -> Attempt:
+        """The plan of `choice`, with gathers pinned only where lowering would otherwise do worse."""
+        best: Attempt | None = None
+        for gathers in (False, True):
+            rules = rules_of(self.traced.program, choice, self.model, self.axis, gathers)
+            plan = replace(self.base, rules=(*rules, *self.base.rules))
+            try:
+                lowered = self._lower(plan)
+            except PlanError:
+                if gathers and best is not None:
+                    return best
+                raise
+            modelled = self._modelled(lowered)
+            if best is None or modelled < best.modelled:
+                best = Attempt(plan, lowered, choice, modelled=modelled)
+            if modelled <= CLOSE * self._solved(choice):
+                break
+        assert best is not None
+        return best
+
+    def _lower(self, plan: Plan) -> Lowered:
+        return lower(self.model, plan, self.spec.world_size, self.given)
+
+    def _solved(self, choice: Choice) -> float:
+        return sum(m.cost.seconds for m in choice.moves)
+
+    def _modelled(self, lowered: Lowered) -> float:
+        """Seconds of the collectives on the axis, one after another."""
+        found = [c for c in lowered.collectives if c.axis == self.axis]
+        return sum(self.link.seconds(c.op, c.bytes) for c in found)
+
+    def _without(self, limits: Limits, error: PlanError) -> Limits | None:
+        """Stricter limits, after what `error` names: its module's own calls run whole, then its parameters stay whole."""
+        here = _nameless(error.module or "")
+        nodes = self.traced.program.nodes
+        calls = {n for n, node in enumerate(nodes) if _nameless(node.call.module) == here} - limits.calls
+        if calls:
+            return replace(limits, calls=limits.calls | calls, bytes=None)
+        below = {n for n, node in enumerate(nodes) if _nameless(node.call.module).startswith(f"{here}.")} - limits.calls
+        if here and below:
+            return replace(limits, calls=limits.calls | below, bytes=None)
+        return None
+
+
+def _nameless(path: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def _factor(n: int) -> int:
+    return next((d for d in range(2, n + 1) if n % d == 0), n)

@@ -1,0 +1,148 @@
+"""`auto_plan`: from one run of the unmodified model on fake tensors to a plan with the placements that cost least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshplan.compiler.examples import by_name
+from meshplan.compiler.skeleton import fake_world
+from meshplan.cost.machine import Machine
+from meshplan.lowering.lower import lower
+from meshplan.mesh.spec import DATA_AXES, MeshSpec
+from meshplan.plan.placements import Placement, Shard
+from meshplan.plan.plan import Plan
+from meshplan.plan.rules import Input, Rule
+from meshplan.plan.source import user_source
+from meshplan.search.attempts import Attempt, Search
+from meshplan.search.axis import Limits
+from meshplan.search.batch import batch_inputs
+from meshplan.search.report import header
+from meshplan.search.trace import Traced, traced
+
+SLACK = 1.05
+"""Without a memory bound, a rank holds at most this many times the least parameter bytes: what small parameters would cost to
+split is then left to communication to decide."""
+GAP = 1e-3
+"""Relative gap to the proved bound at which the solver may stop."""
+
+
+def auto_plan(
+    model: nn.Module,
+    mesh: Mapping[str, int],
+    inputs: Any,
+    *,
+    memory: float | None = None,
+    sequence: bool | None = None,
+    outputs: Mapping[str, Mapping[str, Placement]] | None = None,
+    fsdp: Mapping[str, Any] | None = None,
+    world_size: int | None = None,
+    machine: Machine | None = None,
+    seconds: float = 20.0,
+) -> Plan:
+    """Derive a plan for `model` on `mesh`: placements that minimise modelled time under a bound on parameter bytes.
+
+    Arguments:
+        model: unchanged; may be on meta.
+        mesh: degree by axis, outermost first; -1 on one axis needs `world_size`.
+        inputs: global example inputs by argument name (or in order): tensors, on meta or fake too, and Python constants.
+        memory: parameter bytes (model's dtype, gradients and optimizer not counted) that a rank may hold on tp, before FSDP cuts
+            further. None: 1.05 times the least that any exact plan of this mesh holds.
+        sequence: True cuts activations between the split modules along a dim that is not the batch wherever that moves no more
+            bytes (SP); False never does; None does where it pays in modelled time.
+        outputs: layouts in which the model's outputs may be left, such as `{"logits": {"tp": S(-1)}}`; others end whole on tp.
+        fsdp: keys of the plan's `fsdp` section; by default zero3 over the repeated blocks where dp_shard has ranks.
+        machine: whose links and rates the model takes; an H100 node by default.
+        seconds: how long the solver may look for a better solution than the one it has.
+
+    The plan's `note` and its rules' notes say what was gained, with the proved bound. Raises PlanError: `no-plan` if nothing
+    satisfies the bounds, `axis-not-lowered`, and what `lower` raises for the model on any plan (`host-read`, `random-op`, ...).
+    """
+    return derive(
+        model, mesh, inputs, memory=memory, sequence=sequence, outputs=outputs, fsdp=fsdp, world_size=world_size, machine=machine,
+        seconds=seconds,
+    ).plan  # fmt: skip
+
+
+def derive(
+    model: nn.Module,
+    mesh: Mapping[str, int],
+    inputs: Any,
+    *,
+    memory: float | None = None,
+    sequence: bool | None = None,
+    outputs: Mapping[str, Mapping[str, Placement]] | None = None,
+    fsdp: Mapping[str, Any] | None = None,
+    world_size: int | None = None,
+    machine: Machine | None = None,
+    seconds: float = 20.0,
+) -> Attempt:
+    """As `auto_plan`, with what the plan was written from and what it lowers to."""
+    given = by_name(model, inputs)
+    machine = machine or Machine()
+    bare = Plan(mesh=dict(mesh), source=user_source())
+    spec = MeshSpec.resolve(bare.mesh, world_size or math.prod(bare.mesh.values()))
+    with fake_world() as mode:
+        program = traced(model, bare, given, mode)
+        batched = batch_inputs(program.inputs)
+        base = replace(
+            bare,
+            inputs=_placed(program, batched, given, spec),
+            fsdp=_fsdp(model, program, spec, fsdp),
+            rules=_left(outputs),
+        )
+        if spec.degree("tp") == 1:
+            return Attempt(base, lower(model, base, spec.world_size, given), None)
+        with mode, torch.device("cpu"):
+            search = Search(model, base, given, spec, program, batched, machine)
+            limits = Limits(sequence=sequence)
+            bound = memory if memory is not None else SLACK * search.problem(limits).least_bytes(seconds, 1e-6)
+    found = search.run(replace(limits, bytes=bound), seconds, GAP)
+    return replace(found, plan=replace(found.plan, note=header(found, program.program, spec)))
+
+
+def _placed(
+    program: Traced, batched: Mapping[str, int], given: Mapping[str, Any], spec: MeshSpec
+) -> dict[str, Input]:  # fmt: skip
+    data = any(spec.degree(axis) > 1 for axis in DATA_AXES)
+    out = {}
+    for key, t in program.inputs.items():
+        place: dict[str, Any] = {"dp": Shard(0)} if data and key in batched else {}
+        shape = tuple(t.shape) if "." not in key and key in given else None
+        if shape is not None or place:
+            out[key] = Input(shape=shape, dtype=t.dtype if shape is not None else None, place=place)
+    return out
+
+
+def _fsdp(model: nn.Module, program: Traced, spec: MeshSpec, given: Mapping[str, Any] | None) -> Any:
+    if given is not None:
+        return dict(given)
+    if spec.degree("dp_shard") == 1:
+        return None
+    return {"units": _units(model, program) or [""], "strategy": "zero3"}
+
+
+def _units(model: nn.Module, program: Traced) -> list[str]:
+    """The repeated blocks: every list of modules that forward enters, and that no other such list holds."""
+    entered = {path for path, _ in program.trace.entered}
+    lists: list[str] = []
+    for path, m in model.named_modules():
+        if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1 and path:
+            children = [f"{path}.{name}" for name, _ in m.named_children()]
+            if all(c in entered for c in children) and not any(path.startswith(f"{outer}.") for outer in lists):
+                if any(True for c in children for _ in model.get_submodule(c).parameters()):
+                    lists.append(path)
+    return [f"{path}.*" for path in lists]
+
+
+def _left(outputs: Mapping[str, Mapping[str, Placement]] | None) -> tuple[Rule, ...]:
+    if not outputs:
+        return ()
+    return (
+        Rule("", output={key: dict(layout) for key, layout in outputs.items()}, note="the model's outputs stay split"),
+    )

@@ -1,0 +1,290 @@
+"""One axis of a program as a mixed-integer program, and what its solution says: kinds of parameters, options, moves."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from meshplan.compiler.kinds import I, Kind, R, replicated
+from meshplan.cost.machine import FREE, Cost, Link, Machine
+from meshplan.cost.work import flops, touched
+from meshplan.plan.placements import Shard
+from meshplan.runtime.recorder import wire_bytes
+from meshplan.search.moves import move_cost
+from meshplan.search.options import Option
+from meshplan.search.program import Node, Program
+from meshplan.search.solve import Kinds, Problem, Solution
+
+TRAINED = 3.0  # backward does twice the forward's work: one product for the input's gradient, one for the weight's
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the choice is held to.
+
+    Attributes:
+        whole: parameters that must stay whole; calls: nodes that must run whole.
+        barred: (value, kind) pairs that no value may have, such as a dim that a data axis splits.
+        sequence: whether activations may be cut where no parameter cuts them: True, False, or None where it pays.
+        bytes: parameter bytes of one rank at most; None for no bound.
+    """
+
+    whole: frozenset[str] = frozenset()
+    calls: frozenset[int] = frozenset()
+    barred: Callable[[int, Kind], bool] = field(default=lambda value, kind: False)
+    sequence: bool | None = None
+    bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Value number `value` goes from `have` to `want`; `cost` for all that it stands for, both directions."""
+
+    value: int
+    have: Kind
+    want: Kind
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A solution: kind by source value, option by node, the moves, modelled cost, parameter bytes a rank, and proof."""
+
+    sources: dict[int, Kind]
+    options: list[Option]
+    moves: list[Moved]
+    cost: Cost
+    bytes: float
+    seconds: float
+    bound: float
+    size: tuple[int, int]
+
+
+class AxisProblem:
+    """The program of one axis. Built once, solved with different bounds."""
+
+    def __init__(
+        self, program: Program, options: list[list[Option]], link: Link, machine: Machine, limits: Limits
+    ) -> None:
+        self.program, self.link, self.machine, self.limits = program, link, machine, limits
+        self.options = [self._allowed(n, o) for n, o in enumerate(options)]
+        self.problem = Problem()
+        self.made = Kinds()
+        self.moved: dict[tuple[int, Kind, Kind], int] = {}
+        self.x: list[list[int]] = []
+        self.y: dict[int, dict[Kind, int]] = {}
+        self.costs: dict[int, Cost] = {}
+        self.held: dict[int, float] = {}
+        self._calls()
+        self._sources()
+        self._needs()
+
+    def _allowed(self, n: int, options: list[Option]) -> list[Option]:
+        node = self.program.nodes[n]
+        if n in self.limits.calls:
+            return [o for o in options if all(map(replicated, (*o.ins, *o.outs)))]
+        values = (*node.ins, *node.outs)
+        kept = []
+        for o in options:
+            kinds = (*o.ins, *o.outs)
+            if any(self.limits.barred(v, k) for v, k in zip(values, kinds, strict=True)):
+                continue
+            if any(isinstance(k, Shard) and not self._cuts(v, k) for v, k in zip(values, kinds, strict=True)):
+                continue
+            if node.call.in_place and not _same_layout(o.ins[0], o.outs[0]):
+                continue
+            kept.append(o)
+        return kept
+
+    def _cuts(self, value: int, kind: Shard) -> bool:
+        """Every rank gets something of the dim."""
+        return self.program.values[value].tensor.shape[kind.dim] * kind.copies >= self.link.ranks
+
+    def _calls(self) -> None:
+        for n, node in enumerate(self.program.nodes):
+            work = self._work(node)
+            columns = []
+            for option in self.options[n]:
+                cost = Cost(work * option.share * node.weight) + self._inner(node, option)
+                columns.append(self._column(cost, True))
+                for o, (v, kind) in enumerate(zip(node.outs, option.outs, strict=True)):
+                    if self.program.values[v].made == (n, o):
+                        self._makes(v, kind, columns[-1])
+            self.problem.row(dict.fromkeys(columns, 1.0), 1, 1)
+            self.x.append(columns)
+
+    def _makes(self, v: int, kind: Kind, column: int) -> None:
+        self.made.add(v, kind, column)
+        for w in self.twins.get(v, ()):
+            self.made.add(w, kind, column)
+
+    @cached_property
+    def twins(self) -> dict[int, list[int]]:
+        """Values that stand beside a made one: the same result of an equal layer, used elsewhere."""
+        first: dict[tuple[int, int], int] = {}
+        twins: dict[int, list[int]] = defaultdict(list)
+        by_node = {(n, o): v for n, node in enumerate(self.program.nodes) for o, v in enumerate(node.outs)}
+        for v, value in enumerate(self.program.values):
+            if value.made is not None:
+                own = by_node[value.made]
+                first.setdefault(value.made, own)
+                if own != v:
+                    twins[own].append(v)
+        return twins
+
+    def _column(self, cost: Cost, integral: bool) -> int:
+        column = self.problem.column(cost.seconds, integral)
+        self.costs[column] = cost
+        return column
+
+    def _work(self, node: Node) -> float:
+        """Modelled seconds of a whole call, forward and backward."""
+        values = self.program.values
+        ins, outs = [values[v].tensor for v in node.ins], [values[v].tensor for v in node.outs]
+        args = tuple(x for x in node.call.leaves if isinstance(x, str))
+        # Whatever dtype the example has, plans are for half precision on matrix units.
+        seconds = flops(node.call.func, args, ins, outs) / self.machine.flops
+        seconds += touched(node.call.func, ins, outs) / self.machine.memory
+        return seconds * (TRAINED if any(t.requires_grad for t in outs) else 1.0)
+
+    def _inner(self, node: Node, option: Option) -> Cost:
+        """What a semantic operator communicates inside."""
+        if option.replace == "cross_entropy" and any(isinstance(k, Shard) and k.dim == 1 for k in option.ins[:1]):
+            tokens = self.program.values[node.ins[1]].tensor.numel()
+            return self._reduced(
+                4 * tokens, 3, node.weight
+            )  # maximum, sum of exponentials, the target's logit, in float32
+        if option.replace == "split_norm" and isinstance(option.ins[0], Shard):
+            x = self.program.values[node.ins[0]].tensor
+            if option.ins[0].dim == x.dim() - 1:
+                return self._reduced(8 * x[..., 0].numel(), 2, node.weight)
+        return FREE
+
+    def _reduced(self, nbytes: int, times: int, weight: int) -> Cost:
+        one = Cost(self.link.seconds("all_reduce", nbytes), wire_bytes("all_reduce", nbytes, self.link.ranks))
+        return one * (times * weight)
+
+    def _sources(self) -> None:
+        for v, value in enumerate(self.program.values):
+            if value.made is not None:
+                continue
+            kinds: dict[Kind, None] = {I: None}
+            if value.params and not (self.limits.whole & set(value.params)):
+                for n, j in value.uses:
+                    kinds |= {o.ins[j]: None for o in self.options[n] if isinstance(o.ins[j], Shard)}
+            self.y[v] = {}
+            for kind in kinds:
+                self.y[v][kind] = self._column(FREE, True)
+                self.made.add(v, kind, self.y[v][kind])
+                if value.params:
+                    self.held[self.y[v][kind]] = self._bytes(v, kind)
+            self.problem.row(dict.fromkeys(self.y[v].values(), 1.0), 1, 1)
+        if self.limits.bytes is not None:
+            self.problem.row(dict(self.held), 0, self.limits.bytes)
+
+    def _bytes(self, v: int, kind: Kind) -> float:
+        value = self.program.values[v]
+        whole = value.tensor.numel() * value.tensor.element_size() * value.weight
+        return whole * kind.copies / self.link.ranks if isinstance(kind, Shard) else float(whole)
+
+    def _needs(self) -> None:
+        for v, value in enumerate(self.program.values):
+            by_use: dict[Kind, list[list[int]]] = defaultdict(list)
+            for n, j in value.uses:
+                takes: dict[Kind, list[int]] = defaultdict(list)
+                for option, column in zip(self.options[n], self.x[n], strict=True):
+                    takes[option.ins[j]].append(column)
+                pinned = self.program.nodes[n].call.in_place and j == 0
+                for kind, columns in takes.items():
+                    if pinned:
+                        self._need(v, kind, columns, {})
+                    else:
+                        by_use[kind].append(columns)
+            if value.output:
+                by_use[I].append([])
+            for kind, uses in by_use.items():
+                moves = self._moves(v, kind)
+                for columns in uses:
+                    self._need(v, kind, columns, moves)
+            if value.params and value.grad and I in by_use and R in by_use:
+                self._one_ownership(v, by_use)
+
+    def _need(self, v: int, kind: Kind, columns: list[int], moves: dict[Kind, int]) -> None:
+        """One use of `v` as `kind` (the columns that take it so; none: always) asks for it to be made or moved so."""
+        terms: dict[int, float] = defaultdict(float)
+        for c in columns:
+            terms[c] += 1.0
+        for c in (*self.made.of[v].get(kind, ()), *moves.values()):
+            terms[c] -= 1.0
+        self.problem.row(dict(terms), -math.inf, 0.0 if columns else -1.0)
+
+    def _moves(self, v: int, want: Kind) -> dict[Kind, int]:
+        value = self.program.values[v]
+        found: dict[Kind, int] = {}
+        if self.limits.barred(v, want):
+            return found
+        for have, columns in self.made.of[v].items():
+            if have == want:
+                continue
+            if self.limits.sequence is False and value.grad and isinstance(want, Shard) and not isinstance(have, Shard):
+                continue  # nothing but a parameter may cut an activation
+            cost = move_cost(
+                value.tensor, have, want, self.link, bool(value.params), latency=self.limits.sequence is not True
+            )
+            if cost is None:
+                continue
+            column = self._column(cost * value.weight, False)
+            self.problem.row({column: 1.0, **dict.fromkeys(columns, -1.0)}, -math.inf, 0.0)
+            found[have] = column
+            self.moved[v, have, want] = column
+        return found
+
+    def _one_ownership(self, v: int, by_use: dict[Kind, list[list[int]]]) -> None:
+        """A parameter whose gradient is whole in one use and partial in another is refused later: keep to one of them."""
+        flag = self.problem.column(0.0, True)
+        self.costs[flag] = FREE
+        for kind, sign in ((I, 1.0), (R, -1.0)):
+            for columns in by_use[kind]:
+                self.problem.row({**dict.fromkeys(columns, 1.0), flag: sign}, -math.inf, 1.0 if sign > 0 else 0.0)
+
+    def least_bytes(self, seconds: float, gap: float) -> float:
+        """The least parameter bytes that one rank can hold."""
+        cost = self.problem.cost
+        self.problem.cost = [self.held.get(c, 0.0) for c in range(len(cost))]
+        try:
+            return self.problem.solve(seconds, gap).objective
+        finally:
+            self.problem.cost = cost
+
+    def solve(self, seconds: float, gap: float) -> Choice:
+        found = self.problem.solve(seconds, gap)
+        options = [self.options[n][self._chosen(found, self.x[n])] for n in range(len(self.program.nodes))]
+        sources = {v: list(kinds)[self._chosen(found, list(kinds.values()))] for v, kinds in self.y.items()}
+        moves = self._taken(options, sources)
+        total = FREE
+        for column, cost in self.costs.items():
+            if found.on(column):
+                total = total + cost
+        held = sum(nbytes for column, nbytes in self.held.items() if found.on(column))
+        return Choice(sources, options, moves, total, held, found.objective, found.bound, (found.rows, found.columns))
+
+    def _taken(self, options: list[Option], sources: dict[int, Kind]) -> list[Moved]:
+        """The moves that some call asks for; the solver may set one that costs nothing where nobody does."""
+        moves = {}
+        for v, value in enumerate(self.program.values):
+            have = sources[v] if value.made is None else options[value.made[0]].outs[value.made[1]]
+            wanted = {options[n].ins[j]: None for n, j in value.uses} | ({I: None} if value.output else {})
+            for want in wanted:
+                if want != have and (v, have, want) in self.moved:
+                    moves[v, have, want] = Moved(v, have, want, self.costs[self.moved[v, have, want]])
+        return list(moves.values())
+
+    def _chosen(self, found: Solution, columns: list[int]) -> int:
+        return max(range(len(columns)), key=lambda i: found.values[columns[i]])
+
+
+def _same_layout(a: Kind, b: Kind) -> bool:
+    return a == b or (replicated(a) and replicated(b))

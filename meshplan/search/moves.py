@@ -1,0 +1,77 @@
+"""What it costs to bring a value from one kind to another on an axis, forward and backward: the mates of `runtime.boundary`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from meshplan.compiler.kinds import Kind, R
+from meshplan.cost.machine import FREE, Cost, Link
+from meshplan.plan.placements import Shard
+from meshplan.runtime.recorder import wire_bytes
+
+NO_GRAD = {("S", "I"): "all_gather", ("P", "I"): "all_reduce", ("P", "S"): "reduce_scatter"}
+"""Collective by move, of values without gradient."""
+MATES = {
+    ("S", "R"): ("all_gather", "reduce_scatter"),
+    ("S", "I"): ("all_gather", ""),
+    ("P", "I"): ("all_reduce", ""),
+    ("P", "R"): ("all_reduce", "all_reduce"),
+    ("P", "S"): ("reduce_scatter", "all_gather"),
+    ("I", "R"): ("", "all_reduce"),
+    ("R", "I"): ("", ""),
+    ("I", "S"): ("", "all_gather"),
+    ("R", "S"): ("", ""),
+}
+"""Collectives (forward, backward) by move; '' is none."""
+
+
+COPY = 3.35e12
+"""Bytes/s of a copy in device memory (H100 SXM datasheet): what local parts of a move cost."""
+
+
+def letter(kind: Kind) -> str:
+    return "S" if isinstance(kind, Shard) else str(kind)
+
+
+def move_cost(t: Tensor, have: Kind, want: Kind, link: Link, param: bool = False, latency: bool = True) -> Cost | None:
+    """Seconds and wire bytes of moving `t` (global shape), both directions; None where that is not done.
+
+    Arguments:
+        param: `t` is a parameter: sharded it is never gathered, and its gradient's reduction shares a bucket with others.
+    """
+    if have == want:
+        return FREE
+    src, dst = letter(have), letter(want)
+    if isinstance(have, Shard) and have.copies > 1:
+        # Each rank gives up all but its own share of what it has a copy of.
+        if t.shape[have.dim] % link.ranks or (isinstance(want, Shard) and want.copies > 1) or param:
+            return None
+        return move_cost(t, Shard(have.dim), want, link, param, latency)
+    if (isinstance(want, Shard) and (want.copies > 1 or want.parts)) or (isinstance(have, Shard) and have.parts):
+        return None
+    if param and src == "S":
+        return None
+    if isinstance(want, Shard) and t.shape[want.dim] < link.ranks:
+        return None
+    if src == "S" and dst == "S":
+        return move_cost(t, have, R, link, param, latency)  # through the full value
+    if src in "IR" and dst == "P":
+        return FREE if param else None  # kept on one rank; an activation made partial would flood what follows
+    if t.requires_grad:
+        if (src, dst) not in MATES:
+            return None
+        ops = MATES[src, dst]
+    else:
+        if src == "I":
+            return FREE if dst == "R" else Cost(t.numel() * t.element_size() / COPY)
+        if (src, dst.replace("R", "I")) not in NO_GRAD:
+            return None
+        ops = (NO_GRAD[src, dst.replace("R", "I")], "")
+    nbytes = t.numel() * t.element_size()
+    # A slice is a copy, and its mate another one; nothing is quite free, so that nothing is moved without need.
+    total = Cost((nbytes + (nbytes if t.requires_grad else 0)) / COPY)
+    for op in filter(None, ops):
+        wire = wire_bytes(op, nbytes, link.ranks)
+        seconds = wire / link.rate if param or not latency else link.seconds(op, nbytes)
+        total = total + Cost(seconds, wire)
+    return total

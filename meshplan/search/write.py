@@ -1,0 +1,146 @@
+"""From a solution to rules a person can read: parameters by module, layouts where values are moved, each with its reason."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshplan.compiler.kinds import Kind, replicated, user_letter
+from meshplan.plan.placements import Placement, Replicate, Shard
+from meshplan.plan.rules import Rule
+from meshplan.report.units import bytes_text
+from meshplan.search.axis import Choice, Moved
+from meshplan.search.paths import grouped, pattern_of
+from meshplan.search.program import Program
+
+
+@dataclass
+class Said:
+    """What a rule will say of one module: placements by parameter, and by input and output key."""
+
+    params: dict[str, Placement]
+    input: dict[str, Placement]
+    output: dict[str, Placement]
+    notes: list[str]
+
+    def key(self) -> tuple[object, ...]:
+        return (tuple(self.params.items()), tuple(self.input.items()), tuple(self.output.items()))
+
+
+def rules_of(program: Program, choice: Choice, model: nn.Module, axis: str, gathers: bool) -> tuple[Rule, ...]:
+    """The rules on `axis` that lead lowering to `choice`.
+
+    Arguments:
+        gathers: also pin the inputs at which sharded values are gathered; without, the operations ask for that themselves.
+    """
+    names = [name for name, _ in model.named_modules()]
+    order = {name: i for i, name in enumerate(names)}
+    said: dict[str, Said] = defaultdict(lambda: Said({}, {}, {}, []))
+    for v, kind in choice.sources.items():
+        value = program.values[v]
+        if value.params and isinstance(kind, Shard):
+            for name in value.params:
+                module, _, param = name.rpartition(".")
+                said[module].params[param] = Shard(kind.dim, kind.parts)
+    where = Boundaries(program)
+    for moved in choice.moves:
+        for path, side, key, place in where.hosts(moved, gathers):
+            for one in where.equals(path):
+                table = said[one].output if side == "output" else said[one].input
+                table.setdefault(key, place)
+                said[one].notes.append(_why(moved, axis))
+    by_said: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for path in sorted(said, key=lambda p: order.get(p, 0)):
+        by_said[said[path].key()].append(path)
+    rules = []
+    for paths in by_said.values():
+        templates: dict[str, list[str]] = defaultdict(list)
+        for path in paths:
+            templates[".".join("*" if s.isdigit() else s for s in path.split("."))].append(path)
+        patterns = {pattern_of(members, names): members for members in templates.values()}
+        for pattern, parts in grouped(list(patterns)):
+            members = [path for part in parts for path in patterns[part]]
+            words = said[members[0]]
+            rules.append(
+                Rule(
+                    pattern,
+                    params={name: {axis: place} for name, place in words.params.items()},
+                    input={key: {axis: place} for key, place in words.input.items()},
+                    output={key: {axis: place} for key, place in words.output.items()},
+                    note=_note(model, members, words),
+                )
+            )
+    return tuple(rules)
+
+
+def _why(moved: Moved, axis: str) -> str:
+    return f"{user_letter(moved.have)} -> {user_letter(moved.want)} {axis}"
+
+
+def _note(model: nn.Module, paths: list[str], said: Said) -> str:
+    """What the rule saves, in bytes of the example's dtype."""
+    parts = []
+    if said.params:
+        held = sum(
+            p.numel() * p.element_size()
+            for path in paths
+            for name, p in ((n, model.get_submodule(path).get_parameter(n)) for n in said.params)
+        )
+        parts.append(f"{bytes_text(held)} of parameters split")
+    if said.output or said.input:
+        parts.append(", ".join(dict.fromkeys(said.notes)))
+    return "; ".join(parts)
+
+
+class Boundaries:
+    """Which module boundary a value of the program crosses."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.left: dict[int, list[tuple[str, str, int]]] = defaultdict(list)
+        self.entered: dict[int, list[tuple[str, str]]] = defaultdict(list)
+        for path, outs in program.trace.left:
+            for key, v in outs:
+                self.left[v].append((path, key, len(outs)))
+        for (path, values), keys in zip(program.trace.entered, program.trace.keys, strict=True):
+            for v, key in zip(values, keys, strict=True):
+                self.entered[v].append((path, key))
+
+    def equals(self, path: str) -> tuple[str, ...]:
+        """`path` and the same module in the layers that its layer stands for."""
+        found = [path]
+        for first, others in self.program.repeats.items():
+            for one in list(found):
+                if one == first or one.startswith(f"{first}."):
+                    found += [p for other in others[1:] if (p := other + one[len(first) :]) not in found]
+        return tuple(found)
+
+    def hosts(self, moved: Moved, gathers: bool) -> list[tuple[str, str, str, Placement]]:
+        """(module, side, key, placement) that declare `moved`; none where operations ask for it by themselves."""
+        value = self.program.values[moved.value]
+        if not value.grad or value.params:
+            return []  # operations cut these by themselves
+        cut = isinstance(moved.want, Shard)
+        if not cut and not gathers:
+            return []
+        place = _placement(moved.want)
+        for number in value.numbers:
+            if not isinstance(moved.have, Shard) and self.left[number]:
+                path, key, many = self.left[number][0]
+                if path:
+                    return [(path, "output", key if many > 1 else "", place)]
+            if self.entered[number]:
+                uses = {self.program.nodes[n].call.module for n, _ in value.uses}
+                for path, key in self.entered[number]:
+                    if path and any(u == path or u.startswith(f"{path}.") for u in uses):
+                        return [(path, "input", key, place)]
+        return []
+
+
+def _placement(kind: Kind) -> Placement:
+    if isinstance(kind, Shard):
+        return Shard(kind.dim)
+    assert replicated(kind)
+    return Replicate()
