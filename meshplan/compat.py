@@ -492,3 +492,9 @@ def no_device_context() -> Iterator[None]:
             torch._C._pop_torch_function_stack()
         for mode in reversed(held):
             torch._C._push_on_torch_function_stack(mode)
+
+
+def hook_tables(x: Any, gradient: bool) -> list[dict[int, Any]]:
+    """The tables of hooks on the gradients of a module or a tensor, or around a module's forward."""
+    names = ("backward", "backward_pre", "post_accumulate_grad") if gradient else ("forward", "forward_pre")
+    return [table for name in names if (table := getattr(x, f"_{name}_hooks", None)) is not None]

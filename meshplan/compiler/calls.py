@@ -12,6 +12,7 @@ from meshplan.compiler import few_heads, ownership
 from meshplan.compiler.arguments import Arguments
 from meshplan.compiler.capture import Call, Ref, run_call, tensors_in
 from meshplan.compiler.edits import Edit, Replacement
+from meshplan.compiler.hooks import forward_hook
 from meshplan.compiler.kinds import I, Kind, N, Pending, R, normal, replicated, user_letter
 from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.match import Choice
@@ -110,6 +111,8 @@ class Calls(Redistributing, Arguments):
         operators = tuple(c.strategy.replace if c is not None else None for c in choices)
         self.result.decided.append(Decided(rec, taken, made, operators))
         if edited or replacement or converts:
+            if rec.ordinal < 0:
+                raise forward_hook(rec.name, rec.module, rec.where)
             edit = Edit(rec.ordinal, rec.name, sized if edited else None, tuple(converts), replacement, rec.where)
             self.result.invocations.edits.append((self.frames.stack[-1].serial, rec.module, edit))
         return out

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshplan import compat
+from meshplan.errors import PlanError
 
 ShapeOf = Callable[[str, Tensor], tuple[int, ...]]
 
@@ -43,7 +44,23 @@ def fake_copy(
             if id(b) not in inside:
                 shape = shape_of(prefix + name, b) if shape_of else b.shape
                 memo[id(b)] = torch.empty(shape, dtype=b.dtype, device="cpu")
-    return copy.deepcopy(model, memo | shared_objects(model))
+    try:
+        return copy.deepcopy(model, memo | shared_objects(model))
+    except RuntimeError as error:
+        raise _uncopied(model) or error from error
+
+
+def _uncopied(model: nn.Module) -> PlanError | None:
+    """The refusal of a tensor in a plain attribute that was computed from parameters: torch copies no such tensor."""
+    for path, module in model.named_modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                return PlanError(
+                    f"{path or 'the model'} keeps {name}, a tensor computed from parameters, from one call to the next",
+                    code="computed-attribute", module=path,
+                    legal="computed in forward, or by torch.nn.utils.parametrize (parametrizations.weight_norm)",
+                )  # fmt: skip
+    return None
 
 
 def shared_objects(model: nn.Module) -> dict[int, object]:

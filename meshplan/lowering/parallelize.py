@@ -34,6 +34,7 @@ from meshplan.runtime.gradients import Gradients, Reduction
 from meshplan.runtime.init import init_weights
 from meshplan.runtime.meta import materialise
 from meshplan.runtime.session import Session, Signature
+from meshplan.runtime.unchanged import Unchanged
 
 log = logging.getLogger("meshplan")
 
@@ -120,10 +121,15 @@ def parallelize(
     remember(session)
     _apply_data(model, core, groups)
     if meta:
-        materialise(model, device or device_type)
-        init_weights(model, seed)
-    session.gradients.reductions = [r for r in reductions(model, core, groups) if r.params]
+        materialise(model, device or device_type, loading=not init)
+        if init:
+            init_weights(model, seed)
+    # Under FSDP the modules show gathered parameters now and then; gradients arrive at these.
+    params = dict(model.named_parameters())
+    reduce_as(core)
     compile_units(model, core.bound, arounds)
+    reduced = [p for r in session.gradients.reductions for p in r.params]
+    session.unchanged = Unchanged(model, reduced, swapped=sharded_by_fsdp(core))
     return model
 
 

@@ -22,6 +22,7 @@ from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups
 from meshplan.ops.dropout import DropoutStreams
 from meshplan.runtime.gradients import Gradients
+from meshplan.runtime.unchanged import Unchanged
 from meshplan.runtime.views import Step
 
 Signature = tuple[Any, ...]
@@ -44,9 +45,12 @@ class Session:
     current: Signature | None = None
     microbatch: int | None = None  # of an open `accumulate`
     microbatches: int = 0
+    unchanged: Unchanged | None = None
 
     def around(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The root's forward."""
+        if self.unchanged is not None:
+            self.unchanged.check()
         self._select(args, kwargs)
         if torch.is_grad_enabled() and self.model.training:
             self._advance()
