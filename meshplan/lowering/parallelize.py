@@ -30,7 +30,7 @@ from meshplan.mesh.spec import DATA_AXES, MeshSpec
 from meshplan.ops.dropout import DropoutStreams
 from meshplan.plan.plan import Plan, as_regions
 from meshplan.runtime.batch import remember
-from meshplan.runtime.gradients import Gradients, Reduction
+from meshplan.runtime.gradients import Gradients, Reduction, same
 from meshplan.runtime.init import init_weights
 from meshplan.runtime.meta import materialise
 from meshplan.runtime.session import Session, Signature
@@ -48,6 +48,7 @@ def parallelize(
     device: str | torch.device | None = None,
     regions: str | None = None,
     check: str = "values",
+    init: bool = True,
 ) -> nn.Module:
     """Lower `model` onto the ranks of the default process group, in place, and return it.
 
@@ -61,6 +62,7 @@ def parallelize(
             model as it is).
         check: "values" runs every distinct use of a sharding rule with small numbers, one device against all ranks of
             its axis, and refuses what does not hold (`rule-refuted`); "off" trusts the rules.
+        init: False leaves the parameters of a meta model NaN, for a load that follows.
 
     Without a process group the world is this one process.
 
@@ -78,6 +80,7 @@ def parallelize(
             device=device,
             device_type=_device_type(real),
             check=lambda: _refuse_used(model),
+            init=init,
         )
     failed: PlanError | None = None
     lowered: Lowered | None = None
@@ -114,9 +117,15 @@ def parallelize(
 
     def install(new: Core) -> None:
         bind_program(model, new, groups, streams, arounds, bool(tensor_axes))
+        reduce_as(new)
+
+    def reduce_as(new: Core) -> None:
+        found = [r for r in reductions(params, new, groups) if r.params]
+        if not same(found, session.gradients.reductions):
+            session.gradients.reductions = found
 
     session.install = install
-    install(core)
+    bind_program(model, core, groups, streams, arounds, bool(tensor_axes))
     model.__dict__["_meshplan_session"] = session
     remember(session)
     _apply_data(model, core, groups)
@@ -193,9 +202,8 @@ def _apply_data(model: nn.Module, core: Core, groups: Groups) -> None:
     )  # fmt: skip
 
 
-def reductions(model: nn.Module, core: Core, groups: Groups) -> list[Reduction]:
+def reductions(params: Mapping[str, nn.Parameter], core: Core, groups: Groups) -> list[Reduction]:
     """Which parameters' gradients are reduced after backward, grouped by the axes they are partial on."""
-    params = dict(model.named_parameters())
     out = []
     for (sums, means), many in by_reduction(core).items():
         data = groups.group(*DATA_AXES) if means else None
@@ -207,7 +215,7 @@ def _session(
     model: nn.Module, core: Core, groups: Groups, streams: DropoutStreams, lowered: Lowered, inputs: Any, world: int, rank: int,
     real: bool,
 ) -> Session:  # fmt: skip
-    plan, spec = core.bound.plan, core.spec
+    plan = core.bound.plan
     pristine = lowered.pristine
 
     def relower(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Core:
@@ -218,12 +226,26 @@ def _session(
         for mine, mode in modes:
             mine.training = mode
         heads = {name.partition(".")[0] for name in core.bound.inputs}
-        return compile_core(
-            pristine, plan, spec, {**dict.fromkeys(heads, OMITTED), **given}, rank, check=core.program.checked.how
-        )
+        # From the plan's own mesh: few heads make the program's another one.
+        new = compile_core(
+            pristine, plan, MeshSpec.resolve(plan.mesh, world), {**dict.fromkeys(heads, OMITTED), **given}, rank,
+            check=core.program.checked.how,
+        )  # fmt: skip
+        _refuse_moved(core, new)
+        return new
 
     agree = signature_check(world, rank) if real and dist.get_backend() != "fake" else (lambda signature: None)
     return Session(model, core, groups, Gradients([]), streams, relower, lambda c: None, agree, lowered)
+
+
+def _refuse_moved(old: Core, new: Core) -> None:
+    """Parameters lie where the first program put them."""
+    for name, p in new.params.items():
+        if p.shards != old.params[name].shards or new.spec.axes != old.spec.axes:
+            raise PlanError(
+                f"these inputs want {name} laid out as {p.shards}, and the first call's had it as {old.params[name].shards}",
+                code="other-branch", module=name.rpartition(".")[0], legal="inputs that use the same heads as the first",
+            )  # fmt: skip
 
 
 def _shapes(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,8 +31,9 @@ log = logging.getLogger("meshplan")
 
 
 def parallelize_regions(
-    model: nn.Module, plan: Plan, inputs: Any, *, seed: int, device: Any, device_type: str, check: Callable[[], None]
-) -> nn.Module:
+    model: nn.Module, plan: Plan, inputs: Any, *, seed: int, device: Any, device_type: str, check: Callable[[], None],
+    init: bool = True,
+) -> nn.Module:  # fmt: skip
     """`parallelize` with DTensor regions, on a default process group of more than one rank. `check` raises what
     `parallelize` refuses of a model."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -60,8 +61,9 @@ def parallelize_regions(
     model.__dict__["_meshplan_session"] = session
     remember(session)
     if meta:
-        materialise(model, device or device_type)
-        init_weights(model, seed)
+        materialise(model, device or device_type, loading=not init)
+        if init:
+            init_weights(model, seed)
     return model
 
 

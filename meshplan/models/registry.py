@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -26,6 +27,9 @@ MODELS: dict[str, Factory] = {
     "llama3.1-405b": llama31_405b,
 }
 
+ATTENTIONS = ("eager", "sdpa")
+"""Attentions of transformers that are torch calls, which a plan can be lowered through."""
+
 _FORMS = "a shipped name, package.module:factory, or hf:path/to/config.json"
 
 
@@ -36,7 +40,8 @@ def resolve_model(name: str) -> Factory:
         name: a key of `MODELS`; or `package.module:factory`, which **imports and later calls code that the user named
             on purpose** (modules are also looked for in the working directory, as `python -m` does); or
             `hf:path/to/config.json` (a file, or a folder holding one), a transformers causal language model built with
-            random weights from that local file alone: no download, no weights, and never any remote code.
+            random weights from that local file alone: no download, no weights, and never any remote code. After a `?`
+            it takes the attention to use: `hf:path?attn_implementation=eager`.
 
     Raises:
         PlanError: `no-such-model` if nothing has that name, `bad-model` if what has it cannot serve as a factory.
@@ -97,25 +102,12 @@ def _checked_factory(name: str, found: object) -> Factory:
     return found
 
 
-def _hugging_face(path: str) -> Factory:
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
-    if not file.is_file():
-        raise PlanError(f"no configuration file at {path!r}", code="no-such-model", legal="hf:path/to/config.json")
-    try:
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise PlanError(
-            "hf: models need the transformers package", code="bad-model", legal="pip install transformers"
-        ) from None
-    try:
-        config = AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
-        raise PlanError(
-            f"{path!r} is no configuration transformers can read by itself: {str(error).splitlines()[0]}",
-            code="bad-model",
-            legal="a config.json whose model_type transformers ships; remote code is never run",
-        ) from error
+def _hugging_face(name: str) -> Factory:
+    path, asked, attention = name.partition("?attn_implementation=")
+    if asked and attention not in ATTENTIONS:
+        raise PlanError(f"attn_implementation={attention!r}", code="bad-model", legal=", ".join(ATTENTIONS))
+    config = transformers_config(path)
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise PlanError(
@@ -124,8 +116,36 @@ def _hugging_face(path: str) -> Factory:
             legal="a causal language model's config.json",
         )
 
+    options: dict[str, Any] = {"attn_implementation": attention} if asked else {}
+
     def factory() -> nn.Module:
         # Building a model writes into its configuration: each call gets a fresh one.
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False, **options)
 
     return factory
+
+
+def transformers_config(path: str) -> Any:
+    """The configuration at `path`, a `config.json` or a folder that holds one: read locally, remote code is never run.
+
+    Raises:
+        PlanError: `no-such-model` if there is none, `bad-model` if transformers cannot read it by itself.
+    """
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise PlanError(f"no configuration file at {path!r}", code="no-such-model", legal="hf:path/to/config.json")
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise PlanError(
+            "hf: models need the transformers package", code="bad-model", legal="pip install transformers"
+        ) from None
+    try:
+        return AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise PlanError(
+            f"{path!r} is no configuration transformers can read by itself: {str(error).splitlines()[0]}",
+            code="bad-model",
+            legal="a config.json whose model_type transformers ships; remote code is never run",
+        ) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from meshplan.runtime.comm import AxisGroup
 BUCKET_BYTES = 64 * 2**20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reduction:
     """Parameters whose gradients are reduced alike.
 
@@ -32,6 +33,17 @@ class Reduction:
     params: tuple[nn.Parameter, ...]
     sums: tuple[AxisGroup, ...]
     means: AxisGroup | None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What makes two reductions one: the same parameters, over the same groups."""
+        means = self.means and self.means.axis
+        return tuple(map(id, self.params)), tuple(group.axis for group in self.sums), means
+
+
+def same(a: Sequence[Reduction], b: Sequence[Reduction]) -> bool:
+    """Whether two programs reduce alike."""
+    return [r.key for r in a] == [r.key for r in b]
 
 
 def bucket_sizes(sizes: Sequence[tuple[int, str]], limit: int = BUCKET_BYTES) -> list[tuple[int, int, str]]:
@@ -54,34 +66,61 @@ class Gradients:
         self.reductions = [r for r in reductions if r.params]
         self.deferred = False  # inside `accumulate`, before its last microbatch
         self.accumulating = False
-        self._running = False
+        self._now: list[Reduction] | None = None  # of the backward, or the accumulation, that is under way
+        self._backward: int | None = None  # which backward has the work at its end
         self._held: list[tuple[nn.Parameter, Tensor]] = []
 
     def watch(self, x: Tensor) -> None:
-        """Begin the work when the gradient of `x`, an output of the model, arrives: before anything inside the model."""
-        if self.reductions and x.requires_grad:
-            x.register_hook(self._arrived)
+        """Begin the work when the gradient of `x`, an output of the model, arrives: before anything inside the model.
 
-    def _arrived(self, grad: Tensor) -> None:
-        if any(compat.returns_gradient(p) for r in self.reductions for p in r.params):
+        What is reduced, and how, is what the program says that made `x`: a later one may use other parameters."""
+        if x.requires_grad:
+            x.register_hook(partial(self._arrived, self.reductions))
+
+    def _arrived(self, reductions: list[Reduction], grad: Tensor) -> None:
+        if any(compat.returns_gradient(p) for r in reductions for p in r.params):
             raise PlanError(
                 "torch.autograd.grad returns this rank's part of gradients that are partial over mesh axes", code="autograd-grad",
                 legal="loss.backward(), which leaves whole gradients in p.grad",
             )  # fmt: skip
-        self.begin()
+        self._begin(reductions)
 
-    def begin(self) -> None:
-        if self._running or self.deferred:
+    def _begin(self, reductions: list[Reduction]) -> None:
+        number = compat.backward_number()
+        if self._backward is not None and self._backward != number:
+            self._put_back()  # that one failed, and never came to its end
+        if self._backward is None and not self.accumulating:
+            self._now = None
+        if self._now is not None and not same(self._now, reductions):
+            self._put_back()
+            raise PlanError(
+                "one backward pass, or one accumulation, goes through calls with different inputs, whose gradients are to be "
+                "reduced over different axes", code="programs-mixed",
+                legal="a backward of its own for each kind of call, or the same arguments in all of them",
+            )  # fmt: skip
+        if self._now is None:
+            self._now = reductions
+            self._hold()
+        if self._backward is not None or self.deferred:
             return
-        self._running = True
-        if not self.accumulating:
-            self.hold()
+        self._backward = number
         # FSDP2 queues its own callback in this backward; ours must come after it, hence queued from a callback.
         compat.on_backward_end(lambda: compat.on_backward_end(self._end))
 
     def hold(self) -> None:
-        """Set aside gradients of earlier backwards: they are whole already and must not be summed again."""
-        for reduction in self.reductions:
+        """An accumulation begins: set aside the gradients of earlier backwards."""
+        self._now = None
+        self._hold()
+
+    def _put_back(self) -> None:
+        for p, grad in self._held:
+            p.grad = grad
+        self._held.clear()
+        self._now = self._backward = None
+
+    def _hold(self) -> None:
+        # They are whole already and must not be summed again.
+        for reduction in self.reductions if self._now is None else self._now:
             for p in reduction.params:
                 if p.grad is not None:
                     self._held.append((p, p.grad))
@@ -90,13 +129,13 @@ class Gradients:
     def _end(self) -> None:
         try:
             with torch.no_grad():
-                for reduction in self.reductions:
+                for reduction in self._now or ():
                     self._reduce(reduction)
                 for p, grad in self._held:
                     p.grad = grad if p.grad is None else p.grad + grad
         finally:
             self._held.clear()
-            self._running = False
+            self._now = self._backward = None
 
     def _reduce(self, reduction: Reduction) -> None:
         # A parameter that this backward did not reach still takes part: other ranks may have reached it.

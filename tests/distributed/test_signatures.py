@@ -173,3 +173,70 @@ def test_a_loss_outside_the_model_counts_tokens_globally(pool, composition):
     ranks = pool.run(_outside, FAMILY.plan(composition))
     assert sum(r[0] for r in ranks) / len(ranks) == pytest.approx(loss, rel=1e-12)
     assert all(apart(r[1], gradients) < 1e-12 for r in ranks)
+
+
+@pytest.mark.parametrize("composition", ["tp4", "dp_shard2 x tp2+sp"])
+def test_key_heads_that_are_copied_stay_so_in_another_program(pool, composition):
+    """Two key heads on four ranks: the axis is split in two by the first lowering, and the plan still says `tp`."""
+    plan, lengths = FAMILY.plan(composition), (12, 18, 14)
+    want = _lengths(None, lengths)
+    ranks = pool.run(_lengths, plan, lengths, world=world_of(plan))
+    for i, (loss, gradients) in enumerate(want):
+        assert sum(r[i][0] for r in ranks) / len(ranks) == pytest.approx(loss, rel=1e-12)
+        assert all(apart(r[i][1], gradients) < 1e-12 for r in ranks)
+
+
+class Optional(nn.Module):
+    """A parameter that only some calls use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.more, self.down = nn.Linear(5, 6), nn.Linear(5, 6), nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, also: Tensor | None = None) -> Tensor:
+        h = self.up(x)
+        if also is not None:
+            h = (h + self.more(also)) * self.scale
+        return self.down(torch.tanh(h)).pow(2).mean()
+
+
+def _optional_plan(mesh: dict[str, int]) -> mp.Plan:
+    return mp.Plan(
+        mesh=mesh,
+        inputs={n: mp.Input(shape=(4, 5), dtype=torch.float64, place={"dp": S(0)}) for n in ("x", "also")},
+        rules=[mp.Rule("{up,more}", use="colwise"), mp.Rule("down", use="rowwise")] if "tp" in mesh else [],
+    )
+
+
+def _optional(plan: mp.Plan | None, together: bool = False) -> dict[str, Tensor] | str:
+    """Gradients of a call with `also` after one without, whose program came first."""
+    model = built(Optional)
+    generator = torch.Generator().manual_seed(3)
+    x, also = (torch.randn(4, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    whole = {"x": x, "also": also}
+    if plan is not None:
+        model = mp.parallelize(model, plan, inputs={"also": None})
+        whole = mp.shard_batch(model, whole)
+    first = model(whole["x"])
+    if not together:
+        first.backward()
+    model.zero_grad()
+    try:
+        second = model(**whole)
+        (second + first if together else second).backward()
+    except PlanError as error:
+        return error.code
+    return _gradients(model)
+
+
+@pytest.mark.parametrize("mesh", [{"dp_replicate": 2}, {"tp": 2}, {"dp_replicate": 2, "tp": 2}])
+def test_gradients_are_reduced_as_the_program_that_ran_says_not_the_first_one(pool, mesh):
+    want = _optional(None)
+    plan = _optional_plan(mesh)
+    for got in pool.run(_optional, plan, world=world_of(plan)):
+        assert apart({n: got[n] for n in want}, want) < 1e-12
+
+
+def test_one_backward_through_two_programs_that_reduce_differently_is_refused(pool):
+    assert pool.run(_optional, _optional_plan({"tp": 2}), True, world=2) == ["programs-mixed"] * 2

@@ -90,6 +90,18 @@ def test_a_local_config_gives_fresh_models_of_its_sizes(tmp_path):
         assert one is not two and one.config is not two.config
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_attention_can_be_chosen(tmp_path, attention):
+    hf_config(tmp_path, model_type="gpt2", n_embd=16, n_layer=1, n_head=2, vocab_size=33)
+    assert resolve_model(f"hf:{tmp_path}?attn_implementation={attention}")().config._attn_implementation == attention
+
+
+def test_an_attention_that_is_no_torch_code_is_refused(tmp_path):
+    with pytest.raises(PlanError, match="flash_attention_2") as error:
+        resolve_model(f"hf:{tmp_path}?attn_implementation=flash_attention_2")
+    assert error.value.code == "bad-model" and error.value.legal == "eager, sdpa"
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -1,0 +1,1 @@
+"""Weights in the format of the model hub: safetensors folders read and written by parallelised models."""
