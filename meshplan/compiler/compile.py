@@ -18,6 +18,7 @@ from meshplan.compiler.expand import expand_repeats
 from meshplan.compiler.few_heads import SplitNeeded, split_spec, sub_axes, with_copies
 from meshplan.compiler.foldable import foldable
 from meshplan.compiler.fsdp_cuts import fsdp_cuts
+from meshplan.compiler.fsdp_reads import refuse_foreign_reads
 from meshplan.compiler.gathers import regathered, sites_regathered
 from meshplan.compiler.hooks import refuse_gradient_hooks
 from meshplan.compiler.invocations import once
@@ -26,7 +27,7 @@ from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.lowered import Boundary, Core, ParamPlan, Program
 from meshplan.compiler.precision import Precision
 from meshplan.compiler.propagate import Pass, Propagation
-from meshplan.compiler.repeats import Equals, FullTraceNeeded
+from meshplan.compiler.repeats import Equals, FullTraceNeeded, apart
 from meshplan.compiler.sites import Decisions
 from meshplan.compiler.skeleton import fake_copy, fake_world
 from meshplan.compiler.strategies import Chooser
@@ -38,7 +39,20 @@ from meshplan.mesh.spec import DATA_AXES, MeshSpec
 from meshplan.plan.placements import Placement, Shard
 from meshplan.plan.plan import Plan
 
+# What the model's own code may raise on local shapes where it did not on global ones.
+PYTHON_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+)
 MAX_PASSES = 16
+MAX_GROUPINGS = 8
+"""Ways of grouping equal layers that are tried before every layer is traced."""
 
 
 def compile_core(
@@ -56,7 +70,7 @@ def compile_core(
 
     Raises PlanError, each with the user's line: what `bind` raises, `rule-refuted`, `bad-check`, and `host-read`, `no-rule`,
     `diverged`, `random-op`, `no-redistribution`, `local-shape`, `in-place`, `mixed-use`, `axis-not-lowered`, `fsdp-no-dim`,
-    `gradient-hook`, `forward-hook`.
+    `foreign-unit`, `gradient-hook`, `forward-hook`.
     """
     refuse_unlowered(plan, spec)
     if check not in CHECKS:
@@ -87,6 +101,7 @@ def compile_core(
     program = replace(_program(bound, result, settled, axes, examples), checked=checked)
     core = Core(bound, spec, _params(bound, result, axes, kinds), program, examples)
     fsdp_cuts(core)  # refuses what FSDP could not cut
+    refuse_foreign_reads(core, result.reads)
     return core
 
 
@@ -94,19 +109,20 @@ def _settled(
     model: nn.Module, mode: Any, bound: Bound, spec: MeshSpec, rank: int, axes: list[Axis], examples: dict[str, Example],
     kinds: dict[str, list[Kind]], fold: bool, precision: Precision,
 ) -> tuple[Trace, Pass, Decisions]:  # fmt: skip
-    """Propagate with equal layers traced once; where that does not work out, with every layer traced."""
+    """Propagate with equal layers traced once; those that turn out to be handed unlike tensors on a rank, as the first layer may
+    be, are then traced as another group, and in the end every layer is."""
     inputs = fake_inputs(examples, mode, None)
-    foldings = (lambda: foldable(model, mode, bound, kinds, inputs, precision.inputs), dict) if fold else (dict,)
-    for folding in foldings:
-        equals = Equals(model, folding())
+    groups = foldable(model, mode, bound, kinds, inputs, precision) if fold else {}
+    for attempt in range(MAX_GROUPINGS + 1):
+        equals = Equals(model, groups if attempt < MAX_GROUPINGS else {})
         try:
             skeleton = fake_copy(model, mode, None, equals.hollow)
             trace = capture(skeleton, mode, (), fake_inputs(examples, mode, None), equals, precision.inputs)
             return trace, *_until_stable(
                 model, mode, trace, bound, spec, rank, axes, examples, kinds, equals, precision
             )
-        except FullTraceNeeded:
-            continue
+        except FullTraceNeeded as unlike:
+            groups = apart(groups, unlike.path)
     raise AssertionError("a trace of every layer needs no other")
 
 
@@ -160,6 +176,9 @@ def _until_stable(
                 decisions.changed = True
                 if site.side == "input":  # whatever the module does with it, before that use or after, sees the whole
                     decisions.add(site, axis, kind, where)
+        if not decisions.changed:
+            for site, name in run.late:  # another use there wants what the boundary does now
+                decisions.contest(site, name)
         if not decisions.changed:
             run.result.moves, run.result.edits = once(run.result.invocations, run.result.moves)
             return run.result, decisions
@@ -247,7 +266,10 @@ def _one_pass(
 
     saving = torch.autograd.graph.saved_tensors_hooks(packed, lambda t: t)
     with mode, torch.device("cpu"), saving, run:
-        local(**inputs)
+        try:
+            local(**inputs)
+        except PYTHON_ERRORS as error:
+            raise run.failed(error) from error
     if run.cursor != len(trace.calls):
         raise run.diverged("its forward ends")
     return run

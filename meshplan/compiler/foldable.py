@@ -1,8 +1,8 @@
-"""Which layers of a model one trace can stand for: alike by what they hold, and by the calls they make where that could differ."""
+"""Which layers one trace can stand for: alike by what they hold, and by the calls they make where that could differ."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,6 +11,7 @@ from torch import nn
 from meshplan.compiler.bind import Bound
 from meshplan.compiler.capture import capture
 from meshplan.compiler.kinds import Kind
+from meshplan.compiler.precision import Precision
 from meshplan.compiler.repeats import confirmed, equal_layers, input_signature
 from meshplan.compiler.skeleton import fake_copy
 
@@ -19,7 +20,7 @@ _KNOWN: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, int]]] = WeakKeyDictio
 
 def foldable(
     model: nn.Module, mode: Any, bound: Bound, kinds: Mapping[str, list[Kind]], inputs: dict[str, Any],
-    inputs_of: Callable[..., tuple[Any, Any]] | None = None,
+    precision: Precision | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Groups of equal layers, by path. Layers that know their place in the list (`layer_idx`) are compared call by call in one
     trace of all of them, kept for the next lowering of the same model on the same inputs: layouts do not enter it."""
@@ -28,10 +29,10 @@ def foldable(
         return groups
     unplaced: dict[str, list[Kind]] = {name: [] for name in kinds}
     every, _ = equal_layers(model, bound, unplaced)
-    key = (input_signature((), inputs), tuple(sorted(every.items())), str(inputs_of))
+    key = (input_signature((), inputs), tuple(sorted(every.items())), precision or Precision())
     known = _KNOWN.get(model)
     if known is None or known[0] != key:
-        trace = capture(fake_copy(model, mode), mode, (), inputs, None, inputs_of)
+        trace = capture(fake_copy(model, mode), mode, (), inputs, None, precision.inputs if precision else None)
         known = _KNOWN[model] = (key, confirmed(every, trace))
     same = known[1]
     pairs = {path: (group, same[path]) for path, group in groups.items() if path in same}

@@ -131,7 +131,23 @@ def _attribute(value: Any) -> Any:
 
 
 class FullTraceNeeded(Exception):
-    """Equal modules turned out to be handed unlike tensors on a rank, so each must be traced itself."""
+    """The module at `path` turned out to be handed other tensors on a rank than the equal that stands for it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+def apart(groups: Mapping[str, int], path: str) -> dict[str, int]:
+    """`groups` with the module at `path` and its equals after it as a group of their own."""
+    number, fresh = groups.get(path), max(groups.values(), default=0) + 1
+    order = list(groups)
+    if number is None or groups and order.index(path) == [groups[p] for p in order].index(number):
+        return {}
+    at = order.index(path)
+    out = {p: fresh if n == number and i >= at else n for i, (p, n) in enumerate(groups.items())}
+    sizes = Counter(out.values())
+    return {p: n for p, n in out.items() if sizes[n] > 1}
 
 
 @dataclass(frozen=True)

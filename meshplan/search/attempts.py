@@ -15,7 +15,7 @@ from meshplan.cost.machine import Machine
 from meshplan.errors import PlanError
 from meshplan.lowering.lower import lower
 from meshplan.mesh.build import abstract_groups
-from meshplan.mesh.spec import MeshSpec
+from meshplan.mesh.spec import DATA_AXES, MeshSpec
 from meshplan.plan.placements import Shard
 from meshplan.plan.plan import Plan
 from meshplan.search.axis import AxisProblem, Choice, Limits
@@ -64,11 +64,17 @@ class Search:
             # Data axes split the batch; a dim split twice could not be gathered on one axis alone.
             return isinstance(kind, Shard) and dims.get(v) == kind.dim
 
+        data = spec.degree(*DATA_AXES)
         self.barred = barred
+        self.share = lambda v: 1 / data if v in dims else 1.0
 
     def problem(self, limits: Limits) -> AxisProblem:
         return AxisProblem(
-            self.traced.program, self.options, self.link, self.machine, replace(limits, barred=self.barred)
+            self.traced.program,
+            self.options,
+            self.link,
+            self.machine,
+            replace(limits, barred=self.barred, share=self.share),
         )
 
     def run(self, limits: Limits, seconds: float, gap: float) -> Attempt:

@@ -25,6 +25,8 @@ from meshplan.search.batch import batch_inputs
 from meshplan.search.report import header
 from meshplan.search.trace import Traced, traced
 
+UPDATE = 14.0
+"""Bytes an AdamW step moves for each byte of a bf16 parameter: itself, its gradient, two float32 moments, most of them twice."""
 SLACK = 1.05
 """Without a memory bound, a rank holds at most this many times the least parameter bytes: what small parameters would cost to
 split is then left to communication to decide."""
@@ -43,7 +45,7 @@ def auto_plan(
     fsdp: Mapping[str, Any] | None = None,
     world_size: int | None = None,
     machine: Machine | None = None,
-    seconds: float = 20.0,
+    seconds: float = 5.0,
 ) -> Plan:
     """Derive a plan for `model` on `mesh`: placements that minimise modelled time under a bound on parameter bytes.
 
@@ -80,7 +82,7 @@ def derive(
     fsdp: Mapping[str, Any] | None = None,
     world_size: int | None = None,
     machine: Machine | None = None,
-    seconds: float = 20.0,
+    seconds: float = 5.0,
 ) -> Attempt:
     """As `auto_plan`, with what the plan was written from and what it lowers to."""
     given = by_name(model, inputs)
@@ -100,10 +102,22 @@ def derive(
             return Attempt(base, lower(model, base, spec.world_size, given), None)
         with mode, torch.device("cpu"):
             search = Search(model, base, given, spec, program, batched, machine)
-            limits = Limits(sequence=sequence)
+            limits = Limits(sequence=sequence, seconds_per_byte=_upkeep(spec, machine))
             bound = memory if memory is not None else SLACK * search.problem(limits).least_bytes(seconds, 1e-6)
     found = search.run(replace(limits, bytes=bound), seconds, GAP)
     return replace(found, plan=replace(found.plan, note=header(found, program.program, spec)))
+
+
+def _upkeep(spec: MeshSpec, machine: Machine) -> float:
+    """Modelled seconds a step for one parameter byte on a rank: FSDP gathers it twice and scatters its gradient, replicas
+    all-reduce what is left, and the optimizer reads and writes it, its gradient and two moments in float32 beside bf16."""
+    shards, copies = spec.degree("dp_shard"), spec.degree("dp_replicate")
+    seconds = UPDATE / shards / machine.memory
+    if shards > 1:
+        seconds += 3 * (shards - 1) / shards / machine.link(spec, "dp_shard").rate
+    if copies > 1:
+        seconds += 2 * (copies - 1) / copies / shards / machine.link(spec, "dp_replicate").rate
+    return seconds
 
 
 def _placed(

@@ -28,15 +28,19 @@ class Limits:
     Attributes:
         whole: parameters that must stay whole; calls: nodes that must run whole.
         barred: (value, kind) pairs that no value may have, such as a dim that a data axis splits.
+        share: the part of a value that one data rank has.
         sequence: whether activations may be cut where no parameter cuts them: True, False, or None where it pays.
         bytes: parameter bytes of one rank at most; None for no bound.
+        seconds_per_byte: what a step pays for each parameter byte a rank holds: its update, and its way over the data axes.
     """
 
     whole: frozenset[str] = frozenset()
     calls: frozenset[int] = frozenset()
     barred: Callable[[int, Kind], bool] = field(default=lambda value, kind: False)
+    share: Callable[[int], float] = field(default=lambda value: 1.0)
     sequence: bool | None = None
     bytes: float | None = None
+    seconds_per_byte: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ class AxisProblem:
         self.problem = Problem()
         self.made = Kinds()
         self.moved: dict[tuple[int, Kind, Kind], int] = {}
-        self.x: list[list[int]] = []
+        self.x: list[list[list[int]]] = []  # by node and option: the columns that add up to 1 when it is taken
+        self.followers: set[int] = set()
         self.y: dict[int, dict[Kind, int]] = {}
         self.costs: dict[int, Cost] = {}
         self.held: dict[int, float] = {}
@@ -84,7 +89,7 @@ class AxisProblem:
 
     def _allowed(self, n: int, options: list[Option]) -> list[Option]:
         node = self.program.nodes[n]
-        if n in self.limits.calls:
+        if n in self.limits.calls or n in self.aside:
             return [o for o in options if all(map(replicated, (*o.ins, *o.outs)))]
         values = (*node.ins, *node.outs)
         kept = []
@@ -99,22 +104,82 @@ class AxisProblem:
             kept.append(o)
         return kept
 
+    @cached_property
+    def aside(self) -> set[int]:
+        """Nodes that no parameter enters, directly or not: masks, positions, tables of angles. They run whole, as they cost
+        next to nothing and whoever uses a part of them cuts it free of charge. Embedding lookups are none of them."""
+        found: set[int] = set()
+        for n, node in enumerate(self.program.nodes):
+            values = [self.program.values[v] for v in node.ins]
+            if all(
+                not value.grad and not value.params and (value.made is None or value.made[0] in found)
+                for value in values
+            ):
+                found.add(n)
+        return found
+
     def _cuts(self, value: int, kind: Shard) -> bool:
         """Every rank gets something of the dim."""
         return self.program.values[value].tensor.shape[kind.dim] * kind.copies >= self.link.ranks
 
     def _calls(self) -> None:
         for n, node in enumerate(self.program.nodes):
-            work = self._work(node)
-            columns = []
-            for option in self.options[n]:
-                cost = Cost(work * option.share * node.weight) + self._inner(node, option)
-                columns.append(self._column(cost, True))
+            work = self._work(node) * node.weight
+            follows = self._follows(n)
+            if follows is None:
+                costs = [Cost(work * option.share) + self._inner(node, option) for option in self.options[n]]
+                taken = [[self._column(cost, True)] for cost in costs]
+                self.problem.row({c: 1.0 for columns in taken for c in columns}, 1, 1)
+            else:
+                taken = follows
+                self.followers.add(n)
+                for option, columns in zip(self.options[n], taken, strict=True):
+                    for c in columns:
+                        self._adds(c, Cost(work * option.share))
+            self.x.append(taken)
+            for option, columns in zip(self.options[n], taken, strict=True):
                 for o, (v, kind) in enumerate(zip(node.outs, option.outs, strict=True)):
                     if self.program.values[v].made == (n, o):
-                        self._makes(v, kind, columns[-1])
-            self.problem.row(dict.fromkeys(columns, 1.0), 1, 1)
-            self.x.append(columns)
+                        for c in columns:
+                            self._makes(v, kind, c)
+
+    def _follows(self, n: int) -> list[list[int]] | None:
+        """Where node `n` takes one tensor that nothing else takes, and can take it as whatever its maker makes: the maker's
+        columns, by option of `n`. A move before `n` is as good after it, where `n` makes nothing larger."""
+        node = self.program.nodes[n]
+        if len(node.ins) != 1 or len(node.outs) != 1 or node.call.in_place or n in self.limits.calls:
+            return None
+        value, made = self.program.values[node.ins[0]], self.program.values[node.outs[0]]
+        if value.made is None or value.output or value.uses != [(n, 0)] or value.weight != node.weight:
+            return None
+        if (
+            node.ins[0] in self.twins
+            or value.made[0] >= n
+            or self._bytes_of(node.outs[0]) > self._bytes_of(node.ins[0])
+        ):
+            return None
+        maker, o = value.made
+        at = {option.ins[0]: i for i, option in enumerate(self.options[n])}
+        if (
+            len(at) != len(self.options[n])
+            or made.grad != value.grad
+            or any(option.replace for option in self.options[n])
+        ):
+            return None
+        taken: list[list[int]] = [[] for _ in self.options[n]]
+        for option, columns in zip(self.options[maker], self.x[maker], strict=True):
+            if option.outs[o] not in at:
+                return None
+            taken[at[option.outs[o]]] += columns
+        return taken
+
+    def _bytes_of(self, v: int) -> int:
+        t = self.program.values[v].tensor
+        return t.numel() * t.element_size()
+
+    def _adds(self, column: int, cost: Cost) -> None:
+        self.costs[column] = self.costs[column] + cost
+        self.problem.cost[column] += cost.seconds
 
     def _makes(self, v: int, kind: Kind, column: int) -> None:
         self.made.add(v, kind, column)
@@ -148,19 +213,19 @@ class AxisProblem:
         # Whatever dtype the example has, plans are for half precision on matrix units.
         seconds = flops(node.call.func, args, ins, outs) / self.machine.flops
         seconds += touched(node.call.func, ins, outs) / self.machine.memory
-        return seconds * (TRAINED if any(t.requires_grad for t in outs) else 1.0)
+        share = min(map(self.limits.share, node.outs), default=1.0)
+        return share * seconds * (TRAINED if any(t.requires_grad for t in outs) else 1.0)
 
     def _inner(self, node: Node, option: Option) -> Cost:
         """What a semantic operator communicates inside."""
         if option.replace == "cross_entropy" and any(isinstance(k, Shard) and k.dim == 1 for k in option.ins[:1]):
             tokens = self.program.values[node.ins[1]].tensor.numel()
-            return self._reduced(
-                4 * tokens, 3, node.weight
-            )  # maximum, sum of exponentials, the target's logit, in float32
+            # Maximum, sum of exponentials and the target's logit, in float32.
+            return self._reduced(int(4 * tokens * self.limits.share(node.ins[1])), 3, node.weight)
         if option.replace == "split_norm" and isinstance(option.ins[0], Shard):
             x = self.program.values[node.ins[0]].tensor
             if option.ins[0].dim == x.dim() - 1:
-                return self._reduced(8 * x[..., 0].numel(), 2, node.weight)
+                return self._reduced(int(8 * x[..., 0].numel() * self.limits.share(node.ins[0])), 2, node.weight)
         return FREE
 
     def _reduced(self, nbytes: int, times: int, weight: int) -> Cost:
@@ -177,7 +242,9 @@ class AxisProblem:
                     kinds |= {o.ins[j]: None for o in self.options[n] if isinstance(o.ins[j], Shard)}
             self.y[v] = {}
             for kind in kinds:
-                self.y[v][kind] = self._column(FREE, True)
+                self.y[v][kind] = self._column(
+                    Cost(self.limits.seconds_per_byte * self._bytes(v, kind)) if value.params else FREE, True
+                )
                 self.made.add(v, kind, self.y[v][kind])
                 if value.params:
                     self.held[self.y[v][kind]] = self._bytes(v, kind)
@@ -195,8 +262,10 @@ class AxisProblem:
             by_use: dict[Kind, list[list[int]]] = defaultdict(list)
             for n, j in value.uses:
                 takes: dict[Kind, list[int]] = defaultdict(list)
-                for option, column in zip(self.options[n], self.x[n], strict=True):
-                    takes[option.ins[j]].append(column)
+                for option, columns in zip(self.options[n], self.x[n], strict=True):
+                    takes[option.ins[j]] += columns
+                if n in self.followers:
+                    continue  # takes it as it is made
                 pinned = self.program.nodes[n].call.in_place and j == 0
                 for kind, columns in takes.items():
                     if pinned:
@@ -232,7 +301,13 @@ class AxisProblem:
             if self.limits.sequence is False and value.grad and isinstance(want, Shard) and not isinstance(have, Shard):
                 continue  # nothing but a parameter may cut an activation
             cost = move_cost(
-                value.tensor, have, want, self.link, bool(value.params), latency=self.limits.sequence is not True
+                value.tensor,
+                have,
+                want,
+                self.link,
+                bool(value.params),
+                self.limits.sequence is not True,
+                self.limits.share(v),
             )
             if cost is None:
                 continue
@@ -261,7 +336,7 @@ class AxisProblem:
 
     def solve(self, seconds: float, gap: float) -> Choice:
         found = self.problem.solve(seconds, gap)
-        options = [self.options[n][self._chosen(found, self.x[n])] for n in range(len(self.program.nodes))]
+        options = [self.options[n][self._taken_option(found, n)] for n in range(len(self.program.nodes))]
         sources = {v: list(kinds)[self._chosen(found, list(kinds.values()))] for v, kinds in self.y.items()}
         moves = self._taken(options, sources)
         total = FREE
@@ -281,6 +356,10 @@ class AxisProblem:
                 if want != have and (v, have, want) in self.moved:
                     moves[v, have, want] = Moved(v, have, want, self.costs[self.moved[v, have, want]])
         return list(moves.values())
+
+    def _taken_option(self, found: Solution, n: int) -> int:
+        sums = [sum(found.values[c] for c in columns) for columns in self.x[n]]
+        return max(range(len(sums)), key=sums.__getitem__)
 
     def _chosen(self, found: Solution, columns: list[int]) -> int:
         return max(range(len(columns)), key=lambda i: found.values[columns[i]])

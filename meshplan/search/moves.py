@@ -33,11 +33,15 @@ def letter(kind: Kind) -> str:
     return "S" if isinstance(kind, Shard) else str(kind)
 
 
-def move_cost(t: Tensor, have: Kind, want: Kind, link: Link, param: bool = False, latency: bool = True) -> Cost | None:
+def move_cost(
+    t: Tensor, have: Kind, want: Kind, link: Link, param: bool = False, latency: bool = True, share: float = 1.0
+) -> Cost | None:  # fmt: skip
     """Seconds and wire bytes of moving `t` (global shape), both directions; None where that is not done.
 
     Arguments:
         param: `t` is a parameter: sharded it is never gathered, and its gradient's reduction shares a bucket with others.
+        latency: whether to count the time a collective takes however small it is.
+        share: the part of `t` that one data rank has.
     """
     if have == want:
         return FREE
@@ -46,7 +50,7 @@ def move_cost(t: Tensor, have: Kind, want: Kind, link: Link, param: bool = False
         # Each rank gives up all but its own share of what it has a copy of.
         if t.shape[have.dim] % link.ranks or (isinstance(want, Shard) and want.copies > 1) or param:
             return None
-        return move_cost(t, Shard(have.dim), want, link, param, latency)
+        return move_cost(t, Shard(have.dim), want, link, param, latency, share)
     if (isinstance(want, Shard) and (want.copies > 1 or want.parts)) or (isinstance(have, Shard) and have.parts):
         return None
     if param and src == "S":
@@ -54,7 +58,9 @@ def move_cost(t: Tensor, have: Kind, want: Kind, link: Link, param: bool = False
     if isinstance(want, Shard) and t.shape[want.dim] < link.ranks:
         return None
     if src == "S" and dst == "S":
-        return move_cost(t, have, R, link, param, latency)  # through the full value
+        # Through the full value, which is made and cut: never as good as making the right shards at once.
+        through = move_cost(t, have, R, link, param, latency, share)
+        return through + Cost(4 * share * t.numel() * t.element_size() / COPY) if through is not None else None
     if src in "IR" and dst == "P":
         return FREE if param else None  # kept on one rank; an activation made partial would flood what follows
     if t.requires_grad:
@@ -63,11 +69,11 @@ def move_cost(t: Tensor, have: Kind, want: Kind, link: Link, param: bool = False
         ops = MATES[src, dst]
     else:
         if src == "I":
-            return FREE if dst == "R" else Cost(t.numel() * t.element_size() / COPY)
+            return FREE if dst == "R" else Cost(share * t.numel() * t.element_size() / COPY)
         if (src, dst.replace("R", "I")) not in NO_GRAD:
             return None
         ops = (NO_GRAD[src, dst.replace("R", "I")], "")
-    nbytes = t.numel() * t.element_size()
+    nbytes = int(share * t.numel() * t.element_size())
     # A slice is a copy, and its mate another one; nothing is quite free, so that nothing is moved without need.
     total = Cost((nbytes + (nbytes if t.requires_grad else 0)) / COPY)
     for op in filter(None, ops):

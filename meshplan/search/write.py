@@ -46,7 +46,7 @@ def rules_of(program: Program, choice: Choice, model: nn.Module, axis: str, gath
                 said[module].params[param] = Shard(kind.dim, kind.parts)
     where = Boundaries(program)
     for moved in choice.moves:
-        for path, side, key, place in where.hosts(moved, gathers):
+        for path, side, key, place in where.hosts(moved, gathers, choice):
             for one in where.equals(path):
                 table = said[one].output if side == "output" else said[one].input
                 table.setdefault(key, place)
@@ -117,11 +117,11 @@ class Boundaries:
                     found += [p for other in others[1:] if (p := other + one[len(first) :]) not in found]
         return tuple(found)
 
-    def hosts(self, moved: Moved, gathers: bool) -> list[tuple[str, str, str, Placement]]:
+    def hosts(self, moved: Moved, gathers: bool, choice: Choice) -> list[tuple[str, str, str, Placement]]:
         """(module, side, key, placement) that declare `moved`; none where operations ask for it by themselves."""
         value = self.program.values[moved.value]
-        if not value.grad or value.params:
-            return []  # operations cut these by themselves
+        if value.params or (not value.grad and not self._alone(moved, choice)):
+            return []  # operations beside a shard cut these by themselves
         cut = isinstance(moved.want, Shard)
         if not cut and not gathers:
             return []
@@ -137,6 +137,14 @@ class Boundaries:
                     if path and any(u == path or u.startswith(f"{path}.") for u in uses):
                         return [(path, "input", key, place)]
         return []
+
+    def _alone(self, moved: Moved, choice: Choice) -> bool:
+        """Whether some call is split by nothing but this move."""
+        for n, j in self.program.values[moved.value].uses:
+            ins = choice.options[n].ins
+            if ins[j] == moved.want and all(replicated(k) for i, k in enumerate(ins) if i != j):
+                return True
+        return False
 
 
 def _placement(kind: Kind) -> Placement:
