@@ -41,6 +41,12 @@ class Arguments(Known):
             for i, t in zip(refs, tensors, strict=True):
                 run[i] = t
             return run, new_structure, True, _slotted(run, new_structure)
+        if rec.name == "repeat":
+            own = self._try_own(rec, leaves, structure)
+            if own is not None and (
+                [tuple(s) for s in own] == local or self._widened(rec, leaves, own, shapes, out_kinds)
+            ):
+                return leaves, structure, False, None
         if rec.name == "__getitem__":
             x = leaves[0]
             shape = self.trace.values[rec.leaves[0].value].shape
@@ -79,10 +85,12 @@ class Arguments(Known):
     def _widened(
         self, rec: Call, leaves: list[Any], own: list[tuple[int, ...]], shapes: list[Any], out_kinds: list[list[Kind]]
     ) -> bool:
-        """A constant made, or a dim expanded, at this rank's size: all its shards are equal, so it may count as sharded."""
-        if rec.name not in CREATED | {"expand", "broadcast_to"} or len(own) != 1 or len(own[0]) != len(shapes[0]):
+        """A constant made, or a dim expanded or repeated, at this rank's size: all its shards are equal, so it may count as
+        sharded."""
+        if rec.name not in CREATED | _REPEATING or len(own) != 1 or len(own[0]) != len(shapes[0]):
             return False
-        x = next((t for t in leaves if isinstance(t, Tensor)), None) if rec.name in ("expand", "broadcast_to") else None
+        x = next((t for t in leaves if isinstance(t, Tensor)), None) if rec.name in _REPEATING else None
+        kinds = list(out_kinds[0])
         for d, (mine, full) in enumerate(zip(own[0], shapes[0], strict=True)):
             if mine == full:
                 continue
@@ -96,14 +104,18 @@ class Arguments(Known):
                 if (
                     left != mine
                     and left % self.axes[k].degree == 0
-                    and replicated(out_kinds[0][k])
+                    and replicated(kinds[k])
                     and left // self.axes[k].degree >= mine
                 ):
                     left //= self.axes[k].degree
-                    out_kinds[0][k] = Shard(d)
+                    kinds[k] = Shard(d)
             if left != mine:
                 return False
+        out_kinds[0][:] = kinds
         return True
+
+
+_REPEATING = {"expand", "broadcast_to", "repeat"}
 
 
 def _slotted(leaves: list[Any], structure: Any) -> tuple[tuple[Any, ...], Any, frozenset[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -131,6 +132,8 @@ class Calls(Redistributing, Arguments):
         # Each module's use of a replicated parameter settles its own gradient ownership.
         for t in tensors:
             info = self.info(t)
+            if info.param is not None:
+                self.result.reads.setdefault((self.stack.path, info.param), where)
             if info.param is None or not t.requires_grad:
                 continue
             for k, axis in enumerate(self.axes):
@@ -155,7 +158,8 @@ class Calls(Redistributing, Arguments):
                     tensors[j] = self._converted(tensors[j], k, I, rec, j, converts)
                 continue
             params = [self.info(t).param is not None for t in tensors]
-            choice = self.chooser.choose(rec, kinds, params, axis.degree, [t.requires_grad for t in tensors])
+            pieces = axis.degree * self._pieces_beside(tensors, k)
+            choice = self.chooser.choose(rec, kinds, params, pieces, [t.requires_grad for t in tensors])
             if choice is None:
                 raise self.refuse(rec, tensors, axis)
             self._check_heads(rec, tensors, axis, kinds, choice)
@@ -180,6 +184,18 @@ class Calls(Redistributing, Arguments):
                     tensors[j] = self._converted(t, k, R, rec, j, converts)
             choices.append(choice)
         return choices, tensors, converts
+
+    def _pieces_beside(self, tensors: list[Tensor], k: int) -> int:
+        """Into how many pieces the axes outside axis number `k` cut the dims that it splits further: what is even over all of
+        them together is even on each rank."""
+        most = 1
+        for t in tensors:
+            own = self.info(t).kinds
+            here = own[k]
+            if isinstance(here, Shard):
+                beside = [a.degree for j, a in enumerate(self.axes[:k]) if _splits(own[j], here.dim)]
+                most = max(most, math.prod(beside))
+        return most
 
     def _check_heads(self, rec: Call, tensors: list[Tensor], axis: Axis, kinds: list[Kind], choice: Choice) -> None:
         """Before a projection is gathered because its heads are too few for the axis: see few_heads.py."""
@@ -248,6 +264,8 @@ class Calls(Redistributing, Arguments):
             if rec.in_place and id(t) in self.infos:
                 self._check_in_place(rec, self.infos[id(t)], kinds)
             self.label(t, Info(value, kinds, data, None, self._source(rec, infos, kinds)))
+            if rec.in_place:
+                self.written(t, kinds)
 
     def _hide(self, rec: Call, t: Tensor, kinds: list[Kind], ins: list[Tensor], lost: str) -> None:
         """Remember what a result made with gradients off is: a custom autograd function may yet give it one, and then what
@@ -265,8 +283,6 @@ class Calls(Redistributing, Arguments):
                 code="custom-function", where=rec.where, module=rec.module,
                 legal="the function's forward written out in torch calls, or layouts that need no redistribution in it",
             )  # fmt: skip
-            if rec.in_place:
-                self.written(t, kinds)
         self.infos[id(t)].kinds = kinds
 
     def _check_in_place(self, rec: Call, before: Info, kinds: list[Kind]) -> None:
@@ -276,3 +292,7 @@ class Calls(Redistributing, Arguments):
                     f"{rec.name} writes {user_letter(new)} on {axis.name} into a tensor that is {user_letter(old)}",
                     code="in-place", where=rec.where, module=rec.module, legal="an out-of-place operation",
                 )  # fmt: skip
+
+
+def _splits(kind: Kind, dim: int) -> bool:
+    return isinstance(kind, Shard) and kind.dim == dim

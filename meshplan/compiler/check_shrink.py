@@ -64,7 +64,7 @@ class _Lengths:
         if size == self.was and not whole:
             return self.degree
         candidates = count(4 - size % 2, 2) if whole else self._candidates(size)
-        found = next(n for n in candidates if n not in self._taken)
+        found = next((n for n in candidates if n not in self._taken), size)
         self._taken.add(found)
         return min(found, size)
 
@@ -74,8 +74,11 @@ class _Lengths:
             step = 2 * n if size % 2 == 0 and n % 2 else n
             return (step * k for k in count(2))
         empty = 0 in chunk_sizes(size, self.was)
+        # Only few lengths leave a rank empty, none of them beyond n * n.
         return (
-            k for k in count(n + 1) if k % n and (0 in chunk_sizes(k, n)) == empty and (n % 2 == 0 or k % 2 == size % 2)
+            k
+            for k in range(n + 1, n * n + 64)
+            if k % n and (0 in chunk_sizes(k, n)) == empty and (n % 2 == 0 or k % 2 == size % 2)
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshplan import compat
 from meshplan.compiler.bind import Bound, bind
-from meshplan.compiler.capture import ModuleHooks, Trace, capture
+from meshplan.compiler.capture import ModuleHooks, Trace, capture, tensors_in
 from meshplan.compiler.check import CHECKS, Checked, check_uses
 from meshplan.compiler.examples import Example, example_inputs
 from meshplan.compiler.expand import expand_repeats
@@ -267,11 +267,12 @@ def _one_pass(
     saving = torch.autograd.graph.saved_tensors_hooks(packed, lambda t: t)
     with mode, torch.device("cpu"), saving, run:
         try:
-            local(**inputs)
+            out = local(**inputs)
         except PYTHON_ERRORS as error:
             raise run.failed(error) from error
     if run.cursor != len(trace.calls):
         raise run.diverged("its forward ends")
+    run.result.timeline.reached(tensors_in(out))
     return run
 
 

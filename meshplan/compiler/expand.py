@@ -56,12 +56,12 @@ def _copy(result: Pass, settled: Decisions, found: _Found, old: str, new: str) -
         return moved_path(path, old, new)
 
     # What is moved on the way into and out of an equal was recorded for each of them: only its inside was skipped.
-    own = {(site, move) for site, move, _ in result.moves if site.module == new}
+    # An equal may be handed what another had to gather first, so neither has the other's moves.
     for site, move, where in found.moves:
+        if site.module == old and site.side in ("input", "output"):
+            continue
         key = (here(site.key) or site.key) if site.side == "param" else site.key
         copied = replace(site, module=here(site.module) or site.module, key=key)
-        if (copied, move) in own:
-            continue
         result.moves.append((copied, move, where))
         if site in result.shared:
             result.shared.add(copied)

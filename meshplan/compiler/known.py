@@ -18,6 +18,7 @@ from meshplan.compiler.kinds import Kind, N, Pending, replicated, user_letter
 from meshplan.compiler.layout import Axis, Info
 from meshplan.compiler.repeats import Segment
 from meshplan.compiler.sites import Decisions, Move, Site
+from meshplan.compiler.source import raised_at
 from meshplan.compiler.strategies import Chooser
 from meshplan.compiler.timeline import Timeline
 from meshplan.compiler.uses import Decided
@@ -28,13 +29,14 @@ from meshplan.plan.placements import Placement
 @dataclass
 class Pass:
     """What one propagation produced. `calls` are (caller, callee) module paths, `repeats` (module, the equal one whose
-    propagation stands for it), in order; `decided` has one item a call, for the checks."""
+    propagation stands for it), in order; `reads` are (module, parameter that its own code uses); `decided` has one item a call, for the checks."""
 
     moves: list[tuple[Site, Move, Where | None]] = field(default_factory=list)
     edits: dict[str, dict[int, Edit]] = field(default_factory=dict)
     invocations: Invocations = field(default_factory=Invocations)
     param_use: dict[tuple[str, str, str], Pending] = field(default_factory=dict)
     used_at: dict[tuple[str, str, str], Where | None] = field(default_factory=dict)
+    reads: dict[tuple[str, str], Where | None] = field(default_factory=dict)
     outputs: list[tuple[str, list[Kind], tuple[int, ...], bool]] = field(default_factory=list)
     layouts: list[tuple[str, str, str, tuple[int, ...], list[Kind]]] = field(default_factory=list)
     timeline: Timeline = field(default_factory=Timeline)
@@ -86,6 +88,9 @@ class Known:
         self.fill: Callable[[str, nn.Module, int], None] = lambda path, module, value: None
         self.memo: dict[tuple[int, str, str, str], tuple[Tensor, Site, Any, list[Move]]] = {}
         self.gathers: list[tuple[Site, str, Pending, Where | None]] = []
+        self.late: list[
+            tuple[Site, str]
+        ] = []  # moves made after the boundary that is to make them from the next pass on
 
     def label(self, t: Tensor, info: Info) -> Tensor:
         self.infos[id(t)] = info
@@ -148,13 +153,22 @@ class Known:
             legal="Python control flow that does not depend on sizes a plan splits",
         )  # fmt: skip
 
+    def failed(self, error: Exception) -> PlanError:
+        """The model's code went through on the single device and raises `error` here, most often because it looks at a size."""
+        said = str(error).strip().splitlines()
+        return PlanError(
+            f"on this rank {self.stack.path or 'the model'} fails: {type(error).__name__}: {said[0] if said else ''}",
+            code="diverged", where=raised_at(error), module=self.stack.path,
+            legal="an input of R declared for that module, or code that does not look at sizes a plan splits",
+        )  # fmt: skip
+
     def refuse(self, rec: Call, tensors: list[Tensor], axis: Axis) -> PlanError:
         shown = ", ".join(self.show(t) for t in tensors)
         return PlanError(
-            f"{rec.name}({shown}) cannot run on shards over {axis.name} (degree {axis.degree}), and a sharded parameter is never "
+            f"{rec.name}({shown}) cannot run on shards over {axis.name} (degree {axis.degree}), and what it is given cannot be "
             "gathered for it",
             code="no-rule", where=rec.where, module=rec.module,
-            legal="another dim for that parameter, or R",
+            legal="R, or another dim, for what is sharded there",
         )  # fmt: skip
 
     def _refuse_in_checkpoint(self, what: str, module: str, where: Where | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from meshplan.compiler.rules.views import regroup_parts
 from meshplan.plan.placements import Shard
 
 _NEVER = float("inf")
+LAST_RESORT = 1e15  # bytes: moving a sharded parameter is dearer than anything else that can be done
 
 
 @dataclass(frozen=True)
@@ -31,21 +32,45 @@ def choose(
     tensors: Sequence[Tensor],
     params: Sequence[bool],
     degree: int,
+    written: bool = False,
 ) -> Choice | None:
     """The cheapest strategy given the inputs' `kinds`; cost in bytes moved by one rank, forward and backward.
 
     Arguments:
         tensors: the inputs at global shape (sizes of what would move, and whether gradients flow).
-        params: which inputs are parameters: a sharded one is not redistributed, a replicated one may enter a sum once.
+        params: which inputs are parameters: a sharded one is redistributed only where nothing else can be done, a
+            replicated one may enter a sum once.
+        written: whether the op writes into its first input, which then is not redistributed if it can be helped.
     """
     best: Choice | None = None
     for s in strategies:
         if len(s.ins) != len(kinds):
             continue
-        found = _reach(s, kinds, tensors, params, degree)
-        if found is not None and (best is None or found.cost < best.cost):
-            best = found
+        for way in (s, *_in_parts(s, kinds, tensors)):
+            found = _reach(way, kinds, tensors, params, degree)
+            if found is not None and written and found.wanted[0] is not None:
+                found = replace(found, cost=found.cost + LAST_RESORT)
+            if found is not None and (best is None or found.cost < best.cost):
+                best = found
     return best
+
+
+def _in_parts(s: Strategy, kinds: Sequence[Kind], tensors: Sequence[Tensor]) -> list[Strategy]:
+    """`s` for dims of fused parts that inputs at hand are cut in: then every input has to be cut part by part."""
+    if s.plain or s.replace not in (None, "split_norm") or any(isinstance(k, Shard) and k.parts for k in s.ins):
+        return []
+    found = {
+        have.parts: None
+        for have, want in zip(kinds, s.ins, strict=True)
+        if isinstance(have, Shard) and have.parts and isinstance(want, Shard) and have.dim == want.dim
+    }
+    ways = []
+    for parts in found:
+        if all(t.shape[k.dim] == sum(parts) for t, k in zip(tensors, s.ins, strict=True) if isinstance(k, Shard)):
+            ins = tuple(Shard(k.dim, parts) if isinstance(k, Shard) else k for k in s.ins)
+            outs = tuple(Shard(k.dim, parts) if isinstance(k, Shard) and k.parts is None else k for k in s.outs)
+            ways.append(Strategy(ins, outs, s.replace, s.plain))
+    return ways
 
 
 def _reach(
@@ -53,10 +78,9 @@ def _reach(
 ) -> Choice | None:
     cost = 0.0
     wanted: list[Kind | None] = []
-    parts: tuple[int, ...] | None = None
     regrouped: list[tuple[int, ...]] | None = None
-    plain_shards = False
     carried = _carried(s, kinds)
+    whole = all(k == REP for k in s.ins)  # every rank computes alike, so nobody owes a reduction
     for have, want, t, param in zip(kinds, s.ins, tensors, params, strict=True):
         if isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim and have.copies > 1:
             if have.copies == want.copies or carried > 1:
@@ -64,7 +88,6 @@ def _reach(
                 continue
         elif isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim:
             if have.parts == want.parts:
-                plain_shards |= have.parts is None
                 wanted.append(None)
                 continue
             if have.parts and want.parts:
@@ -73,24 +96,20 @@ def _reach(
                     return None
                 wanted.append(None)
                 continue
-            if have.parts and not want.parts and not s.plain and (parts is None or parts == have.parts):
-                parts = have.parts
-                wanted.append(None)
-                continue
-        step = _distance(have, want, t, degree)
-        if step == _NEVER or (param and step > 0 and not replicated(have)):
+        step = 0.0 if whole and have == I else _distance(have, want, t, degree)
+        if step == _NEVER and param and isinstance(have, Shard) and want == P:
+            step = _distance(have, REP, t, degree)
+        if step == _NEVER:
             return None
+        if param and step > 0 and not replicated(have):
+            step += LAST_RESORT
         if want == P and have != P and not param:
             return None  # a replicated activation made partial would flood what follows with partial sums
         cost += step
         wanted.append(None if step == 0 and _holds(have, want) else want)
-    if parts and plain_shards:
-        return None  # one input is cut part by part, another in one piece: their shards do not meet
     outs = s.outs
     if carried > 1:
         outs = tuple(Shard(o.dim, None, carried) for o in outs if isinstance(o, Shard))
-    if parts:
-        outs = tuple(Shard(o.dim, parts) if isinstance(o, Shard) and o.parts is None else o for o in outs)
     if regrouped:
         outs = tuple(
             Shard(o.dim, own if len(own) > 1 else None) if isinstance(o, Shard) else o
@@ -138,16 +157,14 @@ def _distance(have: Kind, want: Kind, t: Tensor, degree: int) -> float:
         if replicated(have):
             return 2 * size if have == I and grad else 0.0
         if isinstance(have, Shard):
-            return size * (2 if grad else 1) if have.parts is None else _NEVER
+            return size * (2 if grad else 1)
         return 2 * size + (2 * size if grad else 0) if have in (P, A) else _NEVER
     if isinstance(want, Shard):
-        if want.parts is not None:
-            return _NEVER
         if replicated(have):
             # Cutting a replicated value is free forward; an invariant one must be gathered in backward.
             return 0.01 + (size if have == I and grad else 0.0)
         if isinstance(have, Shard):
-            return 2 * size * (2 if grad else 1) if have.parts is None else _NEVER
+            return 2 * size * (2 if grad else 1)
         return size * (2 if grad else 1) if have == P else _NEVER
     if want == P:
         return 0.0 if have == P else _NEVER if not replicated(have) else 0.02

@@ -61,9 +61,8 @@ class Redistributing(Known):
             return self.to_kind(self._own_share(x, k, have, site, where), k, want, site, where)
         src = "S" if isinstance(have, Shard) else str(have)
         dst = "S" if isinstance(want, Shard) else str(want)
-        if (
-            src == "S" and dst == "S"
-        ):  # through the full value; a shard of one dim does not become one of another in place
+        if src == "S" and dst in "SP":
+            # Through the full value: a shard of one dim does not become one of another in place, nor a summand.
             return self.to_kind(self.to_kind(x, k, R, site, where), k, want, site, where)
         if not grad:
             src = "N" if src in "RI" else src
@@ -102,7 +101,8 @@ class Redistributing(Known):
         kinds = list(info.kinds)
         kinds[k] = want
         self._record(site, move, where)
-        return self.label(out, Info(info.value, kinds, info.data, info.param, info.source))
+        param = None if site.side == "call" else info.param  # no longer the parameter that views stand before
+        return self.label(out, Info(info.value, kinds, info.data, param, info.source))
 
     def _own_share(self, x: Tensor, k: int, have: Shard, site: Site, where: Where | None) -> Tensor:
         """Of a shard that neighbouring ranks have copies of, this rank's own part: replicated becomes sharded among them."""
@@ -124,8 +124,11 @@ class Redistributing(Known):
 
     def _inner_shard(self, info: Info, dim: int, k: int) -> int | None:
         """The innermost axis inside axis number `k` that splits `dim` too."""
-        inside = range(len(self.axes) - 1, k, -1)
-        return next((j for j in inside if isinstance(info.kinds[j], Shard) and info.kinds[j].dim == dim), None)
+        for j in range(len(self.axes) - 1, k, -1):
+            kind = info.kinds[j]
+            if isinstance(kind, Shard) and kind.dim == dim:
+                return j
+        return None
 
     def hosted(
         self, x: Tensor, k: int, want: Kind, where: Where | None, site: Site | None = None, leaf: int = 0
@@ -134,7 +137,7 @@ class Redistributing(Known):
         axis = self.axes[k]
         if want == R and self.info(x).kinds[k] in (P, A):
             want = I  # a sum is whole on every rank; whoever then uses it in a split computation asks for R
-        here = site or self._host(x, leaf)
+        here = site or self._host(x, leaf, axis.name)
         if here.side in ("input", "output") and axis.name in self.declared(here.module, here.side, here.key):
             self.decisions.declared.add(here)
         own = self.info(x).param is not None and here.side == "call"  # a parameter is viewed anew at each use
@@ -145,6 +148,8 @@ class Redistributing(Known):
             return made
         started = len(self.result.moves)
         have = self.info(x).kinds[k]
+        if site is None and here.side in ("input", "output"):
+            self.late.append((here, axis.name))
         if isinstance(have, Shard) and want == R:
             out = self._gather(x, k, here, where)
             if site is None and here.side == "input" and not x.requires_grad:
@@ -175,14 +180,16 @@ class Redistributing(Known):
             self.gathers.append((site, axis, pending, where))
         return out
 
-    def _host(self, x: Tensor, leaf: int) -> Site:
-        info = self.info(x)
+    def _host(self, x: Tensor, leaf: int, axis: str) -> Site:
+        info, contested = self.info(x), self.decisions.contested
         if self.frames.stack and id(x) in self.frames.stack[-1].inputs:
-            return Site("input", self.stack.path, self.frames.stack[-1].inputs[id(x)])
+            entry = Site("input", self.stack.path, self.frames.stack[-1].inputs[id(x)])
+            if (entry, axis) not in contested:
+                return entry
         if info.param is not None and self._viewed(info):
             return Site("param", self.stack.path, info.param)
         produced = self.frames.output_of(x)
-        if produced and P in info.kinds:
+        if produced and P in info.kinds and (Site("output", *produced), axis) not in contested:
             return Site("output", *produced)
         ordinal = self.trace.calls[self.cursor].ordinal if self.cursor < len(self.trace.calls) else 0
         return Site("call", self.stack.path, f"{ordinal}:{leaf}")
@@ -213,8 +220,9 @@ class Redistributing(Known):
         if first == here and started in (None, self.result.invocations.current(here.module, self.frames.stack)):
             return
         host = common_host(x, frames, self.frames.snapshot())
-        if host is not None:
-            site, axis = Site("input", *host), self.axes[k].name
+        axis = self.axes[k].name
+        if host is not None and (Site("input", *host), axis) not in self.decisions.contested:
+            site = Site("input", *host)
             if here in self.decisions.declared:
                 self.decisions.declared.add(site)
             if site != first:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from meshplan.compiler.kinds import Kind
 from meshplan.errors import Where
+from meshplan.plan.placements import Shard
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,14 @@ class Move:
     src_kind: Kind
     dst_kind: Kind
 
+    @property
+    def parts(self) -> tuple[int, ...] | None:
+        """The fused parts of the sharded side, each of which is cut on its own."""
+        return next((k.parts for k in (self.src_kind, self.dst_kind) if isinstance(k, Shard) and k.parts), None)
+
+
+TURNS = 3  # how often one site may change its mind: an owner of its gradient becomes known, a use is found later
+
 
 @dataclass
 class Decisions:
@@ -51,18 +60,31 @@ class Decisions:
     Attributes:
         moves: the kind a tensor has behind a site, by axis. gathered: who owns the gradient of a gathered value.
         asked: sites where an op asked for a move, with its line. declared: those among them that the plan declares.
+        contested: sites and axes on which uses want different kinds, pass after pass: each use moves for itself there.
     """
 
     moves: dict[Site, dict[str, Kind]] = field(default_factory=dict)
     gathered: dict[tuple[Site, str], Kind] = field(default_factory=dict)
     asked: dict[Site, Where | None] = field(default_factory=dict)
     declared: set[Site] = field(default_factory=set)
+    contested: set[tuple[Site, str]] = field(default_factory=set)
     changed: bool = False
+    _turns: dict[tuple[Site, str], int] = field(default_factory=dict)
 
     def add(self, site: Site, axis: str, kind: Kind, where: Where | None) -> None:
         """Host a move to `kind` at `site` from the next pass on."""
         held = self.moves.setdefault(site, {})
-        if held.get(axis) != kind:
-            held[axis] = kind
+        if (site, axis) not in self.contested and held.get(axis) != kind:
+            self._turns[site, axis] = self._turns.get((site, axis), 0) + 1
+            if self._turns[site, axis] > TURNS:
+                self.contest(site, axis)
+            else:
+                held[axis] = kind
             self.changed = True
         self.asked.setdefault(site, where)
+
+    def contest(self, site: Site, axis: str) -> None:
+        """No move of `axis` is hosted at `site` any more: each use makes its own."""
+        self.contested.add((site, axis))
+        self.moves.get(site, {}).pop(axis, None)
+        self.changed = True

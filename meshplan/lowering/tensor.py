@@ -158,7 +158,7 @@ def _chain(many: list[Convert]) -> Convert:
 
 
 def _mover(m: Move, groups: Groups) -> BoundMove:
-    return BoundMove(m.src, m.dst, groups.group(m.axis), m.dim, m.size)
+    return BoundMove(m.src, m.dst, groups.group(m.axis), m.dim, m.size, m.parts)
 
 
 def _converter(b: Boundary, groups: Groups) -> Convert:
@@ -167,7 +167,7 @@ def _converter(b: Boundary, groups: Groups) -> Convert:
         return gathering_again(run, groups.group(b.move.axis), b.move.dim, b.move.size)
     if not b.shared:
         return run
-    label = f"_meshplan_{b.move.axis}_{b.move.src}_{b.move.dst}_{b.move.dim}"
+    label = f"_meshplan_{b.move.axis}_{b.move.src}_{b.move.dst}_{b.move.dim}_{b.move.parts}"
 
     def once(x: Tensor) -> Tensor:
         # Kept on the tensor itself, so that it lives exactly as long and a recompute makes its own.

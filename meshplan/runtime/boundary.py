@@ -105,9 +105,12 @@ MOVES: dict[tuple[str, str], tuple[Half, Half]] = {
 }
 
 
-def halves(src: str, dst: str, group: AxisGroup) -> tuple[Half, Half]:
-    """The two halves of a move over `group`: as in `MOVES`, scaled between a rank's share and a whole gradient if it averages."""
+def halves(src: str, dst: str, group: AxisGroup, parts: tuple[int, ...] | None = None) -> tuple[Half, Half]:
+    """The two halves of a move over `group`: as in `MOVES`, scaled between a rank's share and a whole gradient if it
+    averages. `parts` are the sizes along the sharded dim that are each cut on their own, and divide by the group."""
     forward, backward = MOVES[src, dst]
+    if parts and "S" in (src, dst):
+        forward, backward = _in_parts(forward, parts, src == "S"), _in_parts(backward, parts, dst == "S")
     if not group.averages or (src == "I") == (dst == "I"):
         return forward, backward
     scale = float(group.size) if dst == "I" else 1 / group.size
@@ -116,6 +119,21 @@ def halves(src: str, dst: str, group: AxisGroup) -> tuple[Half, Half]:
         return backward(x, g, dim, size) * scale
 
     return forward, scaled
+
+
+def _in_parts(half: Half, parts: tuple[int, ...], joins: bool) -> Half:
+    """`half` on a dim of fused parts: ranks hold a piece of each part, so the whole is put in order after it was joined, or
+    before it is cut."""
+
+    def run(x: Tensor, g: AxisGroup, dim: int, size: int) -> Tensor:
+        if joins:
+            by_rank = half(x, g, dim, size).unflatten(dim, (g.size, -1))
+            pieces = by_rank.split([p // g.size for p in parts], dim + 1)
+            return torch.cat([piece.flatten(dim, dim + 1) for piece in pieces], dim)
+        by_part = [piece.unflatten(dim, (g.size, -1)) for piece in x.split(list(parts), dim)]
+        return half(torch.cat(by_part, dim + 1).flatten(dim, dim + 1), g, dim, size)
+
+    return run
 
 
 _COLLECTIVE: dict[Half, str] = {
@@ -137,8 +155,10 @@ class BoundMove:
 
     __slots__ = ("back", "dim", "group", "out", "recorded", "size")
 
-    def __init__(self, src: str, dst: str, group: AxisGroup, dim: int = 0, size: int = 0) -> None:
-        self.out, self.back = halves(src, dst, group)
+    def __init__(
+        self, src: str, dst: str, group: AxisGroup, dim: int = 0, size: int = 0, parts: tuple[int, ...] | None = None
+    ) -> None:
+        self.out, self.back = halves(src, dst, group, parts)
         self.group, self.dim, self.size = group, dim, size
         # Cutting a tensor that carries no gradient is plain slicing, and integers cannot pass a Function's gradient.
         self.recorded = (src, dst) not in (("N", "S"), ("N", "P"))
@@ -166,13 +186,15 @@ class _Move(torch.autograd.Function):
 _apply = compat.bare_apply(_Move)
 
 
-def move(x: Tensor, src: str, dst: str, group: AxisGroup, dim: int = 0, size: int = 0) -> Tensor:
+def move(
+    x: Tensor, src: str, dst: str, group: AxisGroup, dim: int = 0, size: int = 0, parts: tuple[int, ...] | None = None
+) -> Tensor:
     """Change `x` from kind `src` to `dst` over `group`, with the right mate in backward.
 
     Arguments:
         x: this rank's local tensor.
         src, dst: one letter each, see the table above.
         dim: the sharded dim where S is involved, non-negative.
-        size: the global length of `dim`.
+        size: the global length of `dim`; parts: the sizes in it that are each cut on their own.
     """
-    return BoundMove(src, dst, group, dim, size)(x)
+    return BoundMove(src, dst, group, dim, size, parts)(x)

@@ -1,7 +1,8 @@
 """All ranks of a mesh in one process: groups whose collectives add up for real, without a process group.
 
 Ranks are threads of which one runs at a time; it hands over where it waits in a collective. What the runtime keeps a
-process (the step's depth, the edits that run) is put back when a rank goes on: each has a process to itself.
+process (the step's depth, the edits that run, the gathers that are kept) is put back when a rank goes on: each has a
+process to itself.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups
 from meshplan.runtime.comm import AxisGroup
 from meshplan.runtime.editing import Editing
+from meshplan.runtime.regather import Keeping
 from meshplan.runtime.views import Step
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -57,7 +59,7 @@ class World:
 
         def body(rank: int) -> None:
             with self._turn:
-                Step.depth, Editing.running[:] = 0, []
+                _put_back((0, [], []))
                 try:
                     if self._failed is None:
                         results[rank] = work(rank)
@@ -66,13 +68,13 @@ class World:
                 self._alive -= 1
                 self._notice_deadlock()
 
-        ambient = Step.depth, list(Editing.running)
+        ambient = _taken()
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        Step.depth, Editing.running[:] = ambient
+        _put_back(ambient)
         if self._failed is not None:
             raise self._failed
         return results
@@ -89,10 +91,10 @@ class World:
         else:
             self._waiting += 1
             self._notice_deadlock()
-            depth, running = Step.depth, list(Editing.running)
+            mine = _taken()
             while not meeting.full and self._failed is None:
                 self._turn.wait()
-            Step.depth, Editing.running[:] = depth, running
+            _put_back(mine)
         if self._failed is not None:
             raise self._failed
         said = {what for what, _ in meeting.laid.values()}
@@ -108,6 +110,15 @@ class World:
         if self._failed is None and self._alive and self._waiting == self._alive:
             waits = sorted({what for r in self._rounds.values() for what, _ in r.laid.values()})
             self._fail(_apart(f"wait for ranks that do not come: {', '.join(waits)}"))
+
+
+def _taken() -> tuple[int, list[Any], list[Any]]:
+    """What the runtime keeps of the rank that runs now."""
+    return Step.depth, list(Editing.running), list(Keeping.running)
+
+
+def _put_back(kept: tuple[int, list[Any], list[Any]]) -> None:
+    Step.depth, Editing.running[:], Keeping.running[:] = kept
 
 
 def _apart(what: str) -> PlanError:

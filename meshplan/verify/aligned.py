@@ -50,6 +50,7 @@ def align(
     seed: int = 0,
     *,
     tamper: Callable[[Core], Core] | None = None,
+    check: str = "off",
 ) -> Aligned:
     """Run the program of `plan` on `world_size` simulated ranks beside one device, with random parameters.
 
@@ -57,6 +58,7 @@ def align(
         model: the single-device model, unchanged; on meta it is materialised in a copy.
         inputs: a global batch by name; None makes one from the plan, with unequal ignored labels a data rank.
         seed: of parameters, batch, cotangents and dropout.
+        check: of rules by value before the program runs, as in `meshplan.lower`; what they say is compared anyway.
         tamper: applied to each rank's program before it runs; for showing that faults are found.
 
     Raises PlanError: `not-aligned` at the first call whose results no layout explains, or another one than the claimed,
@@ -66,7 +68,7 @@ def align(
     spec = MeshSpec.resolve(plan.mesh, world_size)
     single = randomised(model, seed)
     batch = in_dtype(make_batch(plan.inputs, spec, single, seed) if inputs is None else inputs, torch.float64)
-    cores = cores_of(single, plan, spec, batch, world_size)
+    cores = cores_of(single, plan, spec, batch, world_size, check)
     claims = {d.call.index: d for d in cores[0].program.decided}
     if tamper is not None:
         cores = [tamper(core) for core in cores]
@@ -101,7 +103,8 @@ class _Comparison:
             floating = [tolerance(o) for o in entry.outs if o.is_floating_point()]
             self.allowed.append(max([self.allowed[-1], *floating]))
         # A gradient that is truly zero (a key's bias under softmax) is rounding noise of the others.
-        self.floor = SMALL * max((g.abs().max().item() for g in one.grads.values() if g.numel()), default=1.0)
+        largest = max((g.abs().max().item() for g in one.grads.values() if g.numel()), default=1.0)
+        self.floor = SMALL * (largest or 1.0)
 
     def run(self) -> Aligned:
         entries = self.one.log.entries

@@ -53,9 +53,11 @@ def randomised(model: nn.Module, seed: int) -> nn.Module:
     return made
 
 
-def cores_of(model: nn.Module, plan: Plan, spec: MeshSpec, batch: Mapping[str, Any], world: int) -> list[Core]:
+def cores_of(
+    model: nn.Module, plan: Plan, spec: MeshSpec, batch: Mapping[str, Any], world: int, check: str = "off"
+) -> list[Core]:
     """The program of each rank; one for all where every split is even."""
-    first = compile_core(model, plan, spec, batch, 0, check="off", fold=False)
+    first = compile_core(model, plan, spec, batch, 0, check=check, fold=False)
     if not _uneven(first):
         return [first] * world
     return [first, *(compile_core(model, plan, spec, batch, r, check="off", fold=False) for r in range(1, world))]

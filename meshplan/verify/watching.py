@@ -55,8 +55,9 @@ class Log:
                 o.register_hook(partial(_keep, entry, k))
 
 
-def _keep(entry: Entry, k: int, grad: Tensor) -> None:
-    entry.grads[k] = grad.detach().clone()
+def _keep(entry: Entry, k: int, grad: Tensor | None) -> None:
+    if grad is not None:  # some operators give nothing where the gradient is zero
+        entry.grads[k] = grad.detach().clone()
 
 
 class Values(TorchFunctionMode):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import meshplan as mp
-from tests.faults.check import exact, ids, numbers, plan_of, refused
+from tests.faults.check import exact, ids, numbers, plan_of
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -130,7 +130,8 @@ def test_a_spatial_split_of_a_convolution_that_no_rank_can_do_alone_is_listed():
     assert [c.op for c in low.collectives if c.phase == "forward"] == ["all_gather"]
 
 
-def test_a_weight_split_along_its_kernel_is_refused():
-    rule = mp.Rule("layers.0", params={"weight": {"tp": mp.S(2)}})
-    error = refused(lambda: Layers("depthwise").double(), plan_of({"x": numbers(2, 4, 8, 8)}, rule), "no-rule")
-    assert error.where.line and error.module == "layers.0"
+def test_a_weight_split_along_its_kernel_is_gathered_and_the_plan_is_told_so():
+    plan = plan_of({"x": numbers(2, 4, 8, 8)}, mp.Rule("layers.0", params={"weight": {"tp": mp.S(2)}}))
+    exact(partial(Layers, "depthwise"), plan)
+    (gathered,) = [c for c in mp.lower(Layers("depthwise").double(), plan, 2).collectives if c.op == "all_gather"]
+    assert gathered.module == "layers.0" and gathered.elements == 4 * 1 * 4 * 3  # 3 rows are padded to 4

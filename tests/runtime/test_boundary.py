@@ -43,6 +43,29 @@ def test_a_move_and_its_mate_hold_by_value(src, dst, length):
     assert back is not None and torch.allclose(back, g, atol=1e-12)
 
 
+@pytest.mark.parametrize(("src", "dst"), [pair for pair in MOVES if "S" in pair and "N" not in pair])
+def test_fused_parts_are_put_in_order_and_back(src, dst):
+    n, fused = 3, Shard(1, (3, 6, 3))
+    kinds = {**KINDS, "S": fused}
+    generator = torch.Generator().manual_seed(5)
+    x, g = (torch.randn(2, 12, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    pieces, pulls = spread(x, kinds[src], n, generator), spread_gradient(g, kinds[dst], n, generator)
+    world, spec = World(n), MeshSpec((("tp", n),))
+
+    def work(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        local = pieces[rank].clone().requires_grad_()
+        out = move(local, src, dst, SimulatedGroups(spec, rank, world=world).group("tp"), 1, 12, fused.parts)
+        out.backward(pulls[rank])
+        assert local.grad is not None
+        return out.detach(), local.grad
+
+    ran = world.run(work)
+    made = gather([out for out, _ in ran], kinds[dst], x.shape)
+    back = gather_gradient([grad for _, grad in ran], kinds[src], x.shape)
+    assert made is not None and torch.allclose(made, x, atol=1e-12)
+    assert back is not None and torch.allclose(back, g, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("src", "dst", "forward", "backward"),
     [
