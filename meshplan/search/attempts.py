@@ -33,14 +33,27 @@ CLOSE = 1.02
 
 @dataclass
 class Attempt:
-    """A plan that lowered, the solution it was written from (None: nothing is split), what was refused before, and the
-    modelled seconds of its collectives on the axis."""
+    """A plan that lowered, the solution it was written from (None: nothing is split), what was refused before, the modelled
+    seconds of its collectives on the axis, and the matrices that every rank keeps whole, with their bytes."""
 
     plan: Plan
     lowered: Lowered
     choice: Choice | None
     refused: list[PlanError] = field(default_factory=list)
     modelled: float = 0.0
+    whole: list[tuple[str, int]] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        """What was modelled and proved, as plain data: seconds and wire bytes a rank and step, parameter bytes of a rank on
+        the axis, matrices that stay whole with their bytes, and codes of what was refused on the way."""
+        out: dict[str, Any] = {"collectives_seconds": self.modelled, "whole": dict(self.whole)}
+        if self.choice is not None:
+            c = self.choice
+            out |= {
+                "seconds": c.seconds, "bound": c.bound, "gap": c.gap, "wire_bytes": c.cost.wire, "parameter_bytes": c.bytes,
+                "rows": c.size[0], "columns": c.size[1],
+            }  # fmt: skip
+        return out | {"refused": [{"code": e.code, "module": e.module, "message": e.message} for e in self.refused]}
 
 
 class Search:

@@ -22,7 +22,7 @@ from meshplan.plan.source import user_source
 from meshplan.search.attempts import Attempt, Search
 from meshplan.search.axis import Limits
 from meshplan.search.batch import batch_inputs
-from meshplan.search.report import header
+from meshplan.search.report import header, kept_whole
 from meshplan.search.trace import Traced, traced
 
 UPDATE = 14.0
@@ -105,7 +105,8 @@ def derive(
             limits = Limits(sequence=sequence, seconds_per_byte=_upkeep(spec, machine))
             bound = memory if memory is not None else SLACK * search.problem(limits).least_bytes(seconds, 1e-6)
     found = search.run(replace(limits, bytes=bound), seconds, GAP)
-    return replace(found, plan=replace(found.plan, note=header(found, program.program, spec)))
+    found = replace(found, whole=kept_whole(program.program, found.choice) if found.choice else [])
+    return replace(found, plan=replace(found.plan, note=header(found, spec)))
 
 
 def _upkeep(spec: MeshSpec, machine: Machine) -> float:
@@ -146,11 +147,12 @@ def _units(model: nn.Module, program: Traced) -> list[str]:
     entered = {path for path, _ in program.trace.entered}
     lists: list[str] = []
     for path, m in model.named_modules():
-        if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1 and path:
-            children = [f"{path}.{name}" for name, _ in m.named_children()]
-            if all(c in entered for c in children) and not any(path.startswith(f"{outer}.") for outer in lists):
-                if any(True for c in children for _ in model.get_submodule(c).parameters()):
-                    lists.append(path)
+        if not isinstance(m, (nn.ModuleList, nn.Sequential)) or len(m) < 2 or not path:
+            continue
+        children = [f"{path}.{name}" for name, _ in m.named_children()]
+        inner = any(path.startswith(f"{outer}.") for outer in lists)
+        if not inner and entered.issuperset(children) and next(m.parameters(), None) is not None:
+            lists.append(path)
     return [f"{path}.*" for path in lists]
 
 

@@ -66,6 +66,11 @@ class Choice:
     bound: float
     size: tuple[int, int]
 
+    @property
+    def gap(self) -> float:
+        """How far the modelled seconds may be above the least, relative to them."""
+        return max(0.0, (self.seconds - self.bound) / self.seconds) if self.seconds > 0 else 0.0
+
 
 class AxisProblem:
     """The program of one axis. Built once, solved with different bounds."""

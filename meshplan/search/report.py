@@ -11,25 +11,25 @@ from meshplan.search.program import Program
 
 if TYPE_CHECKING:
     from meshplan.search.attempts import Attempt
+    from meshplan.search.axis import Choice
 
 LISTED = 12
 
 
-def header(found: Attempt, program: Program, spec: MeshSpec) -> str:
+def header(found: Attempt, spec: MeshSpec) -> str:
     """The comment above the plan."""
     lines = [f"Derived for {spec}. Counted: bytes; modelled: seconds; nothing here was measured."]
     choice = found.choice
     if choice is not None:
-        gap = max(0.0, (choice.seconds - choice.bound) / choice.seconds) if choice.seconds else 0.0
         lines.append(
             f"tp: {bytes_text(choice.cost.wire)} sent a rank and step (modelled; the lowered plan's collectives take "
             f"{1e3 * found.modelled:.3g} ms)."
         )
         lines.append(
             f"Step of {1e3 * choice.seconds:.4g} ms modelled, proved at least {1e3 * choice.bound:.4g} ms for these bounds: "
-            f"gap {100 * gap:.2g} % ({choice.size[1]} variables, {choice.size[0]} rows)."
+            f"gap {100 * choice.gap:.2g} % ({choice.size[1]} variables, {choice.size[0]} rows)."
         )
-        whole = kept_whole(program, found)
+        whole = found.whole
         held = sum(n for _, n in whole)
         lines.append(
             f"Parameters: {bytes_text(choice.bytes)} a rank on tp. Whole on every rank: {bytes_text(held)} in matrices."
@@ -43,12 +43,10 @@ def header(found: Attempt, program: Program, spec: MeshSpec) -> str:
     return "\n".join(lines)
 
 
-def kept_whole(program: Program, found: Attempt) -> list[tuple[str, int]]:
+def kept_whole(program: Program, choice: Choice) -> list[tuple[str, int]]:
     """Parameters of two or more dims that every rank holds whole, the largest first, equal layers' together."""
-    if found.choice is None:
-        return []
     out = []
-    for v, kind in found.choice.sources.items():
+    for v, kind in choice.sources.items():
         value = program.values[v]
         if value.params and value.tensor.dim() > 1 and replicated(kind):
             name = value.params[0] + (f" and {len(value.params) - 1} like it" if len(value.params) > 1 else "")

@@ -78,11 +78,6 @@ class Solution:
     columns: int
     rows: int
 
-    @property
-    def gap(self) -> float:
-        """How far the objective may be above the best, relative to it."""
-        return max(0.0, (self.objective - self.bound) / self.objective) if self.objective > 0 else 0.0
-
     def on(self, column: int) -> bool:
         return bool(self.values[column] > 0.5)
 
