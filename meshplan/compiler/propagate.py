@@ -23,7 +23,7 @@ from meshplan.compiler.known import Pass
 from meshplan.compiler.layout import Info
 from meshplan.compiler.localize import same_constant
 from meshplan.compiler.repeats import FullTraceNeeded, Segment, can_stand_for_others, input_signature, like
-from meshplan.compiler.sites import Site
+from meshplan.compiler.sites import Move, Site
 from meshplan.compiler.source import call_site
 from meshplan.plan.placements import Placement, Replicate, Shard
 
@@ -47,10 +47,7 @@ class Propagation(Calls, TorchFunctionMode):
         self.result.timeline.enter(path, any(isinstance(x, Tensor) and x.requires_grad for x in leaves))
         handed = len(self.result.moves)
         keys = argument_keys(module, args, kwargs)
-        moved = [
-            self.at_site(x, Site("input", path, key), self.declared(path, "input", key)) if isinstance(x, Tensor) else x
-            for key, x in zip(keys, leaves, strict=True)
-        ]
+        moved = self._at_inputs(path, keys, leaves)
         if self.frames.stack:
             self.result.calls.add((self.stack.path, path))
         frame = self.frames.enter(path)
@@ -59,9 +56,30 @@ class Propagation(Calls, TorchFunctionMode):
         self.stack.enter(path)
         for key, x in zip(keys, moved, strict=True):
             if isinstance(x, Tensor):
-                frame.inputs[id(x)] = key
+                frame.inputs.setdefault(id(x), key)
                 self.note(path, "input", key, x)
         return compat.unflatten(moved, structure)
+
+    def _at_inputs(self, path: str, keys: list[str], leaves: list[Any]) -> list[Any]:
+        """What a module is handed, moved. A tensor handed over twice (`attention(x, x, x)`) stays one tensor."""
+        moved: list[Any] = []
+        seen: dict[int, tuple[Site, Tensor, list[Move]]] = {}
+        for key, x in zip(keys, leaves, strict=True):
+            if not isinstance(x, Tensor):
+                moved.append(x)
+                continue
+            site, declared, before = Site("input", path, key), self.declared(path, "input", key), len(self.result.moves)
+            if id(x) in seen and not declared:
+                first, made, moves = seen[id(x)]
+                if moves:
+                    self.result.shared |= {first, site}
+                for move in moves:
+                    self._record(site, move, None)
+                moved.append(made)
+                continue
+            moved.append(self.at_site(x, site, declared))
+            seen.setdefault(id(x), (site, moved[-1], [m for _, m, _ in self.result.moves[before:]]))
+        return moved
 
     def after(self, path: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         leaves, structure = compat.flatten(out)
@@ -124,6 +142,7 @@ class Propagation(Calls, TorchFunctionMode):
         if given != first.given or any(isinstance(k, Pending) for i in first.infos for k in i.kinds):
             raise FullTraceNeeded(path)
         self.paused = True
+        timeline.roots += tensors_in(inputs)
         out = like(first.out, first.inputs, inputs)
         self.paused = False
         for t, old, value in zip(tensors_in(out), first.infos, planned.outs, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -19,9 +20,18 @@ def call_site(depth: int = 2) -> Where | None:
     """File and line of the nearest caller that is the user's (a shipped model counts as the user's)."""
     frame = sys._getframe(depth)
     while frame is not None:
-        name = frame.f_code.co_filename
-        ours = name.startswith(_OURS) and not name.startswith(_MODELS)
-        if not (name.startswith(_TORCH) or ours or name.startswith("<")):
-            return Where(name, frame.f_lineno)
+        if _is_users(frame.f_code.co_filename):
+            return Where(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def raised_at(error: BaseException) -> Where | None:
+    """File and line of the user's innermost frame that `error` went through."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return next((Where(name, line) for name, line in reversed(lines) if _is_users(name)), None)
+
+
+def _is_users(name: str) -> bool:
+    ours = name.startswith(_OURS) and not name.startswith(_MODELS)
+    return not (name.startswith(_TORCH) or ours or name.startswith("<"))

@@ -6,7 +6,7 @@ Autograd runs nodes in the reverse of their creation, so the backward order foll
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Sent:
 @dataclass(frozen=True)
 class Event:
     """`what` is "move", "operator", "enter", "leave" or "saved". Moves and operators carry what they send each way;
-    `grad` says whether the mate runs.
+    `grad` says whether the mate runs: a result that is only used detached never gets a gradient.
 
     A "saved" event says that backward keeps something, `kept` new bytes of it. One with a `site` is the last use of
     what was gathered at that input: `choice` is the bytes that are new if the whole tensor is kept, or the shard is;
@@ -53,6 +53,7 @@ class Event:
     choice: tuple[int, int] = (0, 0)
     written: bool = False
     again: tuple[Sent, ...] = ()
+    node: Any = field(default=None, repr=False, compare=False)  # of autograd, until `Timeline.reached`
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Timeline:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.constants: set[int] = set()  # storages of parameters and buffers, which are there anyway
+        self.roots: list[Tensor] = []  # what else a gradient comes from: the inputs of layers that were not run
         self._heard: list[Sent] = []
         self._live: dict[int, _Gathered] = {}
         self._stored: set[int] = set()
@@ -151,8 +153,24 @@ class Timeline:
             with torch.no_grad():
                 mate(torch.empty_like(out))
         back = tuple(self._heard)
-        self.events.append(Event("move", site.module, forward, back, mate is not None, site, what, tensor, where))
+        self.events.append(
+            Event("move", site.module, forward, back, mate is not None, site, what, tensor, where, node=out.grad_fn)
+        )
         return out
+
+    def reached(self, outputs: Sequence[Tensor]) -> None:
+        """The forward is over. Mates of what no gradient of `outputs` comes to will not run."""
+        todo = [t.grad_fn for t in (*outputs, *self.roots) if t.grad_fn is not None]
+        nodes = set(todo)
+        while todo:
+            for node, _ in todo.pop().next_functions:
+                if node is not None and node not in nodes:
+                    nodes.add(node)
+                    todo.append(node)
+        for i, e in enumerate(self.events):
+            if e.node is not None:
+                dead = e.node not in nodes
+                self.events[i] = replace(e, node=None, **{"grad": False, "backward": ()} if dead else {})
 
     def operator(self, call: Any, module: str, run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
         """Run one semantic operator on `inputs` and note what it sends; its own backward is run on the result's like."""
@@ -167,7 +185,10 @@ class Timeline:
         back = tuple(self._heard)
         # Before what it saved, for it sends before it saves: a recompute that ends there has sent again.
         self.events.insert(
-            start, Event("operator", module, forward, back, out.requires_grad, None, call.name, "", call.where)
+            start,
+            Event(
+                "operator", module, forward, back, out.requires_grad, None, call.name, "", call.where, node=out.grad_fn
+            ),
         )
         for g in self._live.values():
             if g.last is not None and g.last >= start:

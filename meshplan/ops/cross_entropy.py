@@ -158,6 +158,8 @@ class _CrossEntropy(torch.autograd.Function):
         if logits.shape[1] == 0:
             return torch.zeros_like(logits), None, None, None, None, None, None
         grad = torch.where(target != ctx.ignore_index, grad, 0.0)
+        if group.averages:  # the loss is whole, and a shard's gradient is kept times n there: see runtime/boundary.py
+            grad = grad * group.size
         # loss = a (lse - z_t) + b sum_c w_c (lse - z_c), so dz_c = (a + b sum w) p_c - a [c = t] - b w_c.
         on_target = grad * (1 - smoothing)
         if weight is not None:

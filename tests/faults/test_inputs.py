@@ -91,15 +91,25 @@ class Two(nn.Module):
         return self.join(x, right=torch.tanh(x)).square().sum()
 
 
-class DataclassInput(nn.Module):
+class Twice(nn.Module):
+    """A module that is handed one tensor under two names."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(5))
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            assert a is b
+            return a.cumsum(0).cumsum(-1) * self.weight + b
+
     def __init__(self) -> None:
         super().__init__()
-        self.use = UsesRouter.__new__(UsesRouter)
-        nn.Module.__init__(self.use)
-        self.up = nn.Linear(6, 6)
+        self.up, self.pair = nn.Linear(6, 5), Twice.Pair()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.up(x).square().sum()
+        h = torch.tanh(self.up(x))
+        return self.pair(h, h).square().sum()
 
 
 DP = {"dp_shard": 2}
@@ -226,3 +236,11 @@ def a_batch_of_another_size() -> float:
 
 def test_a_batch_of_another_size_is_lowered_again(pool):
     assert max(map(abs, pool.run(a_batch_of_another_size, world=2))) < 1e-14
+
+
+@pytest.mark.parametrize("mesh", [DP, {"tp": 2}])
+def test_a_tensor_handed_over_twice_stays_one_tensor(mesh):
+    rules = [mp.Rule("up", use="colwise")] if "tp" in mesh else []
+    low = mp.lower(Twice().double(), plan_of({"x": numbers(4, 6, dp=SPLIT)}, *rules, mesh=mesh), 2)
+    assert [c.op for c in low.collectives if c.phase == "forward"].count("all_gather") <= 1
+    exact(Twice, plan_of({"x": numbers(4, 6, dp=SPLIT)}, *rules, mesh=mesh))

@@ -1,0 +1,40 @@
+"""A parameter is there while its FSDP unit runs: a use of it by code outside that unit is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshplan.compiler.fsdp_cuts import kept_whole, sharded_by_fsdp
+from meshplan.compiler.lowered import Core
+from meshplan.errors import PlanError, Where
+
+
+def refuse_foreign_reads(core: Core, reads: Mapping[tuple[str, str], Where | None]) -> None:
+    """Raises PlanError `foreign-unit` for a parameter that is read where its unit need not be gathered.
+
+    Arguments:
+        reads: (module whose own code reads, canonical parameter name) -> the user's line.
+    """
+    if not sharded_by_fsdp(core):
+        return
+    units, whole = {"", *core.bound.fsdp_units}, kept_whole(core)
+    for (module, name), where in reads.items():
+        if name in whole:
+            continue
+        # Of a tied parameter, the unit around all others owns it.
+        owner = min((_unit(full, units) for full in core.bound.params[name].names), key=len)
+        if not _inside(module, owner):
+            raise PlanError(
+                f"{module or 'the model'} reads {name} itself, which is gathered while the fsdp unit {owner!r} runs and sharded "
+                "otherwise", code="foreign-unit", where=where, module=module,
+                legal=f"a unit around both, {module!r}; or the computation in the forward of {owner!r}",
+            )  # fmt: skip
+
+
+def _unit(parameter: str, units: set[str]) -> str:
+    holder = parameter.rpartition(".")[0]
+    return max((u for u in units if _inside(holder, u)), key=len)
+
+
+def _inside(module: str, unit: str) -> bool:
+    return unit == "" or module == unit or module.startswith(f"{unit}.")
