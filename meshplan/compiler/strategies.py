@@ -36,6 +36,8 @@ class Chooser:
         self, rec: Call, kinds: Sequence[Kind], params: Sequence[bool], degree: int, requires: Sequence[bool]
     ) -> Choice | None:
         """The cheapest way to run `rec` on one axis, its `wanted` in the order of the call's tensors."""
+        if idle(rec):
+            return Choice(Strategy(tuple(kinds), tuple(kinds)), (None,), tuple(kinds), 0.0)
         outs = len(rec.outs)
         whole = Strategy((REP,) * len(kinds), (REP,) * outs)
         tensors = [self.trace.values[v] for v in rec.ins]
@@ -139,6 +141,11 @@ class Chooser:
     def run_replacement(self, r: Replacement, rec: Call, args: Any, kwargs: Any, axes: list[Axis]) -> Any:
         """Run the operator on fake local tensors over abstract groups."""
         return replace.bind(r.name, dict(r.settings), self.groups, None)(rec.func, args, kwargs)
+
+
+def idle(rec: Call) -> bool:
+    """Whether a call returned the very tensor it was handed: dropout in evaluation, a cast to the dtype that it has."""
+    return len(rec.ins) == 1 and rec.outs == rec.ins
 
 
 def bind_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
