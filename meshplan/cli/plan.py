@@ -24,9 +24,13 @@ def plan(
     out: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here; else it is printed.")] = None,
     batch: Annotated[int, typer.Option("--batch", "-b", min=1, help="Global batch of the default inputs.")] = 8,
     length: Annotated[int, typer.Option("--sequence", "-s", min=1, help="Sequence length of the same.")] = 2048,
-    given: Annotated[list[str] | None, typer.Option("--input", help="NAME=DTYPE[SIZES], such as pixels=float32[8,3,224,224].")] = None,
+    given: Annotated[
+        list[str] | None, typer.Option("--input", help="NAME=DTYPE[SIZES], such as pixels=float32[8,3,224,224].")
+    ] = None,
     memory: Annotated[float | None, typer.Option("--memory", help="Parameter bytes a rank may hold on tp.")] = None,
-    sequence: Annotated[bool | None, typer.Option("--sp/--no-sp", help="Cut activations along the sequence; default: where it pays.")] = None,
+    sequence: Annotated[
+        bool | None, typer.Option("--sp/--no-sp", help="Cut activations along the sequence; default: where it pays.")
+    ] = None,
     world_size: Annotated[int | None, typer.Option("--world-size", "-n", help="For a degree of -1.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan and its figures as JSON.")] = False,
 ) -> None:  # fmt: skip

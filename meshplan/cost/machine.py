@@ -17,16 +17,18 @@ class Machine:
         flops: dense bf16 multiply-adds count as two, a second. 989e12: NVIDIA H100 SXM datasheet, without sparsity.
         memory: bytes/s of device memory. 3.35e12: same datasheet.
         topology: ranks a node and bytes/s a rank sends inside and across nodes.
-        latency: seconds until a small collective of a node is done, base and for each further rank. 6.6 us and 0.6 us: the
-            ring constants of NCCL's tuning model for the LL protocol over NVLink (src/graph/tuning.cc, NCCL 2.x).
-        latency_across: seconds for each further rank on another node. 2.7 us: same table, network.
+        latency: seconds until a small collective of a node is done, base and for each further rank. 4.3 us and 3.7 us, which
+            is 8 us at 2 ranks and 30 us at 8: what meta-pytorch/autoparallel fitted to nccl-tests on H100 nodes (its
+            collective cost tables, 2026).
+        latency_across: seconds for each further node. 14 us: a hop's network latency under the Simple protocol in NCCL's
+            tuning model (src/graph/tuning.cc).
     """
 
     flops: float = 989e12
     memory: float = 3.35e12
     topology: Topology = field(default_factory=Topology)
-    latency: tuple[float, float] = (6.6e-6, 0.6e-6)
-    latency_across: float = 2.7e-6
+    latency: tuple[float, float] = (4.3e-6, 3.7e-6)
+    latency_across: float = 14e-6
 
     def link(self, spec: MeshSpec, axis: str) -> Link:
         """The link that the groups of `axis` run on."""

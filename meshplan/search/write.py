@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from meshplan.compiler.kinds import Kind, replicated, user_letter
-from meshplan.plan.placements import Placement, Replicate, Shard
+from meshplan.compiler.kinds import Kind, P, replicated, user_letter
+from meshplan.plan.placements import Partial, Placement, Replicate, Shard
 from meshplan.plan.rules import Rule
 from meshplan.report.units import bytes_text
 from meshplan.search.axis import Choice, Moved
@@ -51,6 +51,11 @@ def rules_of(program: Program, choice: Choice, model: nn.Module, axis: str, gath
                 table = said[one].output if side == "output" else said[one].input
                 table.setdefault(key, place)
                 said[one].notes.append(_why(moved, axis))
+    for path, key in where.left_partial(choice, set(said)):
+        for one in where.equals(path):
+            if not said[one].output:
+                said[one].output[key] = Partial()
+                said[one].notes.append(f"left P on {axis}: summed with what follows")
     by_said: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for path in sorted(said, key=lambda p: order.get(p, 0)):
         by_said[said[path].key()].append(path)
@@ -107,6 +112,19 @@ class Boundaries:
         for (path, values), keys in zip(program.trace.entered, program.trace.keys, strict=True):
             for v, key in zip(values, keys, strict=True):
                 self.entered[v].append((path, key))
+
+    def left_partial(self, choice: Choice, owners: set[str]) -> list[tuple[str, str]]:
+        """(module, output key) of partial sums that leave the module of a split parameter as they are; else they would be
+        summed where they were made."""
+        moved = {m.value for m in choice.moves if m.have == P and len(self.program.values[m.value].uses) < 2}
+        found = []
+        for v, value in enumerate(self.program.values):
+            if value.made is None or choice.options[value.made[0]].outs[value.made[1]] != P or v in moved:
+                continue
+            for path, key, many in self.left[value.numbers[0]]:
+                if path in owners:
+                    found.append((path, key if many > 1 else ""))
+        return found
 
     def equals(self, path: str) -> tuple[str, ...]:
         """`path` and the same module in the layers that its layer stands for."""
