@@ -21,7 +21,8 @@ from meshplan.compiler.fsdp_cuts import fsdp_cuts
 from meshplan.compiler.fsdp_reads import refuse_foreign_reads
 from meshplan.compiler.gathers import regathered, sites_regathered
 from meshplan.compiler.hooks import refuse_gradient_hooks
-from meshplan.compiler.invocations import once
+from meshplan.compiler.invocations import once, unlike
+from meshplan.compiler.kept import refusal_of_kept
 from meshplan.compiler.kinds import I, Kind, N, R
 from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.lowered import Boundary, Core, ParamPlan, Program
@@ -70,7 +71,7 @@ def compile_core(
 
     Raises PlanError, each with the user's line: what `bind` raises, `rule-refuted`, `bad-check`, and `host-read`, `no-rule`,
     `diverged`, `random-op`, `no-redistribution`, `local-shape`, `in-place`, `mixed-use`, `axis-not-lowered`, `fsdp-no-dim`,
-    `foreign-unit`, `gradient-hook`, `forward-hook`.
+    `foreign-unit`, `kept-tensor`, `gradient-hook`, `forward-hook`.
     """
     refuse_unlowered(plan, spec)
     if check not in CHECKS:
@@ -95,6 +96,8 @@ def compile_core(
                 break
             except SplitNeeded as found:
                 kinds = with_copies(kinds, found.split, axes, bound.params)
+        if result.kept is not None:
+            raise result.kept
         decided = tuple(map(final, result.decided))
     checked = check_uses(decided, axes, trace) if check == "values" else Checked()
     expand_repeats(result, settled)
@@ -273,6 +276,7 @@ def _one_pass(
     if run.cursor != len(trace.calls):
         raise run.diverged("its forward ends")
     run.result.timeline.reached(tensors_in(out))
+    run.result.kept = refusal_of_kept(run, local)
     return run
 
 

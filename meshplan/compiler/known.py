@@ -37,6 +37,7 @@ class Pass:
     param_use: dict[tuple[str, str, str], Pending] = field(default_factory=dict)
     used_at: dict[tuple[str, str, str], Where | None] = field(default_factory=dict)
     reads: dict[tuple[str, str], Where | None] = field(default_factory=dict)
+    kept: PlanError | None = None
     outputs: list[tuple[str, list[Kind], tuple[int, ...], bool]] = field(default_factory=list)
     layouts: list[tuple[str, str, str, tuple[int, ...], list[Kind]]] = field(default_factory=list)
     timeline: Timeline = field(default_factory=Timeline)

@@ -25,6 +25,7 @@ from meshplan.compiler.localize import same_constant
 from meshplan.compiler.repeats import FullTraceNeeded, Segment, can_stand_for_others, input_signature, like
 from meshplan.compiler.sites import Move, Site
 from meshplan.compiler.source import call_site
+from meshplan.errors import PlanError
 from meshplan.plan.placements import Placement, Replicate, Shard
 
 
@@ -193,10 +194,19 @@ class Propagation(Calls, TorchFunctionMode):
         if rec is None or rec.func != func:
             out = run_call(func, args, kwargs, self.stack.path)
             self._check_unrecorded(func, out)
+            if getattr(func, "__name__", "") == "__set__" and any(a.degree > 1 for a in self.axes):
+                raise self._assigns(func, args)
             if getattr(func, "__name__", "") in ON_TENSORS and any(k != I for k in self.info(args[0]).kinds):
                 raise gradient_hook(f"a hook on {self.show(args[0])}", self.stack.path, call_site())
             return out
         return self.recorded(rec, args, kwargs)
+
+    def _assigns(self, func: Any, args: Any) -> PlanError:
+        return PlanError(
+            f"the forward assigns to .{getattr(func.__self__, '__name__', 'data')} of {self.show(args[0])}, unseen by others",
+            code="in-place", where=call_site(), module=self.stack.path,
+            legal="an operation in place under torch.no_grad(), such as p.copy_(...)",
+        )  # fmt: skip
 
     def _check_unrecorded(self, func: Callable[..., Any], out: Any) -> None:
         if is_recorded(func, out):

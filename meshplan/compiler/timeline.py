@@ -169,8 +169,8 @@ class Timeline:
                     todo.append(node)
         for i, e in enumerate(self.events):
             if e.node is not None:
-                dead = e.node not in nodes
-                self.events[i] = replace(e, node=None, **{"grad": False, "backward": ()} if dead else {})
+                live = e.node in nodes
+                self.events[i] = replace(e, node=None, grad=e.grad and live, backward=e.backward if live else ())
 
     def operator(self, call: Any, module: str, run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
         """Run one semantic operator on `inputs` and note what it sends; its own backward is run on the result's like."""

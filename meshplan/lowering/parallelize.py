@@ -138,6 +138,8 @@ def parallelize(
     reduce_as(core)
     compile_units(model, core.bound, arounds)
     reduced = [p for r in session.gradients.reductions for p in r.params]
+    if sharded_by_fsdp(core):
+        session.gradients.others = model.parameters
     session.unchanged = Unchanged(model, reduced, swapped=sharded_by_fsdp(core))
     return model
 

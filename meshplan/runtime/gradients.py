@@ -69,6 +69,7 @@ class Gradients:
         self._now: list[Reduction] | None = None  # of the backward, or the accumulation, that is under way
         self._backward: int | None = None  # which backward has the work at its end
         self._held: list[tuple[nn.Parameter, Tensor]] = []
+        self.others: Callable[[], Iterable[nn.Parameter]] = tuple  # whose gradients somebody else (FSDP2) makes whole
 
     def watch(self, x: Tensor) -> None:
         """Begin the work when the gradient of `x`, an output of the model, arrives: before anything inside the model.
@@ -78,7 +79,7 @@ class Gradients:
             x.register_hook(partial(self._arrived, self.reductions))
 
     def _arrived(self, reductions: list[Reduction], grad: Tensor) -> None:
-        if any(compat.returns_gradient(p) for r in reductions for p in r.params):
+        if any(compat.returns_gradient(p) for p in (*self.others(), *(p for r in reductions for p in r.params))):
             raise PlanError(
                 "torch.autograd.grad returns this rank's part of gradients that are partial over mesh axes", code="autograd-grad",
                 legal="loss.backward(), which leaves whole gradients in p.grad",
