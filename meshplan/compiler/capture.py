@@ -26,6 +26,7 @@ from meshplan.compiler.repeats import (
     like,
 )
 from meshplan.compiler.source import call_site
+from meshplan.compiler.tracing import recording
 from meshplan.errors import PlanError, Where
 
 # Calls whose result is not a tensor of the program, or that only ask about one.
@@ -91,6 +92,7 @@ class Trace:
     grouped: list[Grouped] = field(default_factory=list)
     outputs: Any = None
     mode: Any = None
+    asked: tuple[bool, ...] = ()  # what the model heard when it asked whether it is traced
 
 
 class ValueIds:
@@ -370,8 +372,9 @@ def capture(
     hooks.on(skeleton)
     if equals is not None:
         equals.intercept(skeleton, recorder.grouped)
-    with mode, torch.device("cpu"), recorder:
+    with mode, torch.device("cpu"), recorder, recording() as asked:
         out = skeleton(*args, **kwargs)
+    trace.asked = tuple(asked)
     trace.values = ids.values
     leaves, structure = compat.flatten(out)
     trace.outputs = ([Ref(ids.get(x)) if isinstance(x, Tensor) else x for x in leaves], structure)

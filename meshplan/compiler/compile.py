@@ -16,7 +16,7 @@ from meshplan.compiler.check import CHECKS, Checked, check_uses
 from meshplan.compiler.examples import Example, example_inputs
 from meshplan.compiler.expand import expand_repeats
 from meshplan.compiler.few_heads import SplitNeeded, split_spec, sub_axes, with_copies
-from meshplan.compiler.foldable import foldable
+from meshplan.compiler.foldable import foldable, heard_inside
 from meshplan.compiler.fsdp_cuts import fsdp_cuts
 from meshplan.compiler.fsdp_reads import refuse_foreign_reads
 from meshplan.compiler.gathers import regathered, sites_regathered
@@ -101,7 +101,7 @@ def compile_core(
         decided = tuple(map(final, result.decided))
     checked = check_uses(decided, axes, trace) if check == "values" else Checked()
     expand_repeats(result, settled)
-    program = replace(_program(bound, result, settled, axes, examples), checked=checked)
+    program = replace(_program(bound, result, settled, axes, examples), checked=checked, asked=trace.asked)
     core = Core(bound, spec, _params(bound, result, axes, kinds), program, examples)
     fsdp_cuts(core)  # refuses what FSDP could not cut
     refuse_foreign_reads(core, result.reads)
@@ -121,6 +121,9 @@ def _settled(
         try:
             skeleton = fake_copy(model, mode, None, equals.hollow)
             trace = capture(skeleton, mode, (), fake_inputs(examples, mode, None), equals, precision.inputs)
+            if heard_inside(skeleton, groups):
+                groups = {}
+                continue
             return trace, *_until_stable(
                 model, mode, trace, bound, spec, rank, axes, examples, kinds, equals, precision
             )

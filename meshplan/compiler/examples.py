@@ -13,6 +13,7 @@ from meshplan import compat
 from meshplan.compiler.bind import Bound
 from meshplan.compiler.frames import positional_names
 from meshplan.compiler.kinds import Kind, N
+from meshplan.compiler.opaque import refuse_state
 from meshplan.errors import PlanError
 from meshplan.mesh.build import expand
 from meshplan.plan.placements import Shard
@@ -71,7 +72,7 @@ def example_inputs(model: nn.Module, bound: Bound, inputs: Any, axes: Sequence[s
     """What forward is traced with. The caller's inputs replace the plan's of the same name but keep its `place`; one that
     is `OMITTED` is not passed.
 
-    Raises PlanError: `no-inputs` where neither gives a shape.
+    Raises PlanError: `no-inputs` where neither gives a shape, `argument-state` for objects that carry tensors.
     """
     given = by_name(model, inputs)
     out: dict[str, Example] = {}
@@ -113,6 +114,7 @@ def _example(name: str, value: Any, bound: Bound, axes: Sequence[str]) -> Exampl
             place = dict(item.place) if item else {}
             leaves.append(Leaf(key, tuple(x.shape), x.dtype, _kinds(place, axes, x.dim()), x.requires_grad))
         else:
+            refuse_state(key, x)
             leaves.append(Leaf(key, None, None, (), constant=x))
     return Example(tuple(leaves), compat.flatten(value)[1])
 

@@ -40,3 +40,18 @@ def foldable(
     found = {path: numbers.setdefault(pair, len(numbers)) for path, pair in pairs.items()}
     many = [n for n in numbers.values() if list(found.values()).count(n) > 1]
     return {path: n for path, n in found.items() if n in many}
+
+
+def heard_inside(traced: nn.Module, groups: Mapping[str, int]) -> bool:
+    """Whether someone else listens to a module inside of a layer that stands for others, in a model that was just `traced`:
+    what such a hook collects (transformers returns attentions that way) would be the first layer's alone."""
+    for path in groups:
+        try:
+            layer = traced.get_submodule(path)
+        except AttributeError:  # inside a hollow one
+            continue
+        for name, module in layer.named_modules():
+            # The trace itself has one of each.
+            if name and (len(module._forward_hooks) > 1 or len(module._forward_pre_hooks) > 1):
+                return True
+    return False

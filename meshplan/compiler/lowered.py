@@ -64,6 +64,7 @@ class Program:
     calls: frozenset[tuple[str, str]]
     decided: tuple[Decided, ...] = ()
     checked: Checked = field(default_factory=Checked)
+    asked: tuple[bool, ...] = ()  # see `meshplan.compiler.tracing`
 
 
 @dataclass(frozen=True)

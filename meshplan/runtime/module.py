@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshplan import compat
+from meshplan.compiler.tracing import replaying
 from meshplan.runtime.editing import BoundEdit, Editing, sleeping
 from meshplan.runtime.views import Step, lowered_class
 
@@ -28,6 +29,7 @@ class Duties:
         inputs: by argument name (or key path into one), outputs: by key path of the output.
         positions: index of each plain argument name in forward's positional arguments.
         edits: by ordinal of the torch call; None where the module's own code runs as it is.
+        asked: what the model hears when it asks whether it is traced (`meshplan.compiler.tracing`); the root's alone.
         around: called with (run, args, kwargs) in place of the whole: the root's step, or recompute.
         editing: what applies `edits`.
     """
@@ -38,6 +40,7 @@ class Duties:
     positions: Mapping[str, int] = field(default_factory=dict)
     edits: Mapping[int, BoundEdit] | None = None
     around: Around | None = None
+    asked: tuple[bool, ...] = ()
     editing: Callable[[Mapping[int, BoundEdit]], Editing] = Editing
 
     def __post_init__(self) -> None:
@@ -83,16 +86,22 @@ def _at_path(value: Any, path: str, convert: Convert) -> Any:
 def _forward_of(cls: type) -> Callable[..., Any]:
     base = cls.forward  # type: ignore[attr-defined]
 
+    def edited(self: Any, duties: Duties, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = self.__dict__.get("_meshplan_forward")
+        if duties.edits is None:
+            return base(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        with duties.editing(duties.edits):
+            return base(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         duties: Duties = self._meshplan_duties
         if duties.inputs:
             args, kwargs = duties.convert_inputs(args, kwargs)
-        own = self.__dict__.get("_meshplan_forward")
-        if duties.edits is None:
-            out = base(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        if duties.asked:
+            with replaying(duties.asked):
+                out = edited(self, duties, args, kwargs)
         else:
-            with duties.editing(duties.edits):
-                out = base(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+            out = edited(self, duties, args, kwargs)
         return duties.convert_outputs(out) if duties.outputs else out
 
     @functools.wraps(base)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from meshplan import compat
 from meshplan.compiler.frames import positional_names
 from meshplan.compiler.lowered import Core
+from meshplan.compiler.opaque import refuse_state
 from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups
 from meshplan.ops.dropout import DropoutStreams
@@ -84,7 +85,9 @@ class Session:
 
 
 def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-    """What a program is lowered for: the local shapes and dtypes of all tensors, the constants, and the training flag."""
+    """What a program is lowered for: the local shapes and dtypes of all tensors, the constants, and the training flag.
+
+    Raises PlanError `argument-state` for an object that carries tensors out of sight."""
     names = positional_names(model)
     described: list[tuple[Any, ...]] = []
     for i, arg in enumerate(args):
@@ -107,6 +110,7 @@ def _described(name: str, arg: Any) -> list[tuple[Any, ...]]:
         if isinstance(x, Tensor):
             found.append((key, tuple(x.shape), x.dtype, x.requires_grad))
         elif x is not None:
+            refuse_state(key, x)
             found.append((key, repr(x)))
     return found
 
