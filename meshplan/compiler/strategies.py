@@ -89,7 +89,7 @@ class Chooser:
         args, kwargs = compat.unflatten(leaves, rec.structure)
         try:
             local, _, _ = aten.decompose(rec.func, args, kwargs)
-        except RuntimeError:  # sizes written in the call, which the rank's own will replace
+        except (RuntimeError, ValueError):  # sizes written in the call, which the rank's own will replace
             return True
         return [aten.numbers(item) for item in local] == [aten.numbers(item) for item in ops]
 

@@ -76,8 +76,9 @@ def _uneven(core: Core) -> bool:
 
 
 def run_single(model: nn.Module, batch: Mapping[str, Any], seed: int) -> tuple[Run, list[Tensor | None]]:
-    """Forward and backward of one device from random gradients of its results, which are returned too."""
-    log, inputs = Log(), _copied(batch)
+    """Forward and backward of one device from random gradients of its results, which are returned too. `model` is
+    unchanged: what a forward leaves in attributes stays in a copy."""
+    log, inputs, model = Log(), _copied(batch), copy.deepcopy(model)
     with single_device_dropout(model, seed) as streams:
         streams.begin_step()
         with Values(log):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import meshplan as mp
 from benchmarks.injected_faults import PROGRAMS, RULES, Fault, at, boundaries, llama, llama_plan, nets
@@ -88,3 +89,24 @@ def test_whole_values_behind_a_split_batch_align(axis: str) -> None:
     # On a data axis a rank's share of a gradient is kept times the degree, and a whole one is not.
     x = mp.Input(shape=(4, 5, 4), dtype=torch.float64, place={"dp": mp.S(0)})
     assert align(FirstOfSequence(), mp.Plan(mesh={axis: 2}, inputs={"x": x}), 2).distance < 1e-12
+
+
+class Remembers(nn.Module):
+    """Leaves a result of each forward in an attribute, as models with a recurrent state do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.state = nn.Linear(6, 4), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state = self.inner(x)
+        return self.state.pow(2).sum()
+
+
+def test_what_a_forward_leaves_in_an_attribute_is_no_part_of_the_ranks_models() -> None:
+    plan = mp.Plan(
+        mesh={"tp": 2},
+        inputs={"x": mp.Input(shape=(3, 6), dtype=torch.float64)},
+        rules=[mp.Rule("inner", params={"weight": {"tp": mp.S(0)}, "bias": {"tp": mp.S(0)}})],
+    )
+    assert align(Remembers(), plan, 2).parameters == 2
