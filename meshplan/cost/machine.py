@@ -50,22 +50,28 @@ class Link:
 
     def seconds(self, op: str, nbytes: int) -> float:
         """How long `op` on a full tensor of `nbytes` takes: latency, then the ring's bytes (`wire_bytes`) at full rate."""
+        return self.cost(op, nbytes).seconds
+
+    def cost(self, op: str, nbytes: int) -> Cost:
+        """`seconds`, and the bytes that a rank sends."""
         sent = wire_bytes(op, nbytes, self.ranks)
-        return self.latency + sent / self.rate if sent else 0.0
+        return Cost(self.latency + sent / self.rate, sent, self.latency) if sent else FREE
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds and wire bytes a rank, forward and backward together; costs add up."""
+    """Seconds and wire bytes a rank, forward and backward together; `latency` is the part of the seconds that collectives take
+    however small they are. Costs add up."""
 
     seconds: float = 0.0
     wire: float = 0.0
+    latency: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.seconds + other.seconds, self.wire + other.wire)
+        return Cost(self.seconds + other.seconds, self.wire + other.wire, self.latency + other.latency)
 
     def __mul__(self, times: float) -> Cost:
-        return Cost(self.seconds * times, self.wire * times)
+        return Cost(self.seconds * times, self.wire * times, self.latency * times)
 
 
 FREE = Cost()

@@ -12,7 +12,6 @@ from meshplan.compiler.kinds import I, Kind, R, replicated
 from meshplan.cost.machine import FREE, Cost, Link, Machine
 from meshplan.cost.work import flops, touched
 from meshplan.plan.placements import Shard
-from meshplan.runtime.recorder import wire_bytes
 from meshplan.search.moves import move_cost
 from meshplan.search.options import Option
 from meshplan.search.program import Node, Program
@@ -185,6 +184,7 @@ class AxisProblem:
     def _adds(self, column: int, cost: Cost) -> None:
         self.costs[column] = self.costs[column] + cost
         self.problem.cost[column] += cost.seconds
+        self.problem.bare[column] += cost.seconds - cost.latency
 
     def _makes(self, v: int, kind: Kind, column: int) -> None:
         self.made.add(v, kind, column)
@@ -206,7 +206,7 @@ class AxisProblem:
         return twins
 
     def _column(self, cost: Cost, integral: bool) -> int:
-        column = self.problem.column(cost.seconds, integral)
+        column = self.problem.column(cost.seconds, integral, cost.seconds - cost.latency)
         self.costs[column] = cost
         return column
 
@@ -234,8 +234,7 @@ class AxisProblem:
         return FREE
 
     def _reduced(self, nbytes: int, times: int, weight: int) -> Cost:
-        one = Cost(self.link.seconds("all_reduce", nbytes), wire_bytes("all_reduce", nbytes, self.link.ranks))
-        return one * (times * weight)
+        return self.link.cost("all_reduce", nbytes) * (times * weight)
 
     def _sources(self) -> None:
         for v, value in enumerate(self.program.values):
@@ -265,13 +264,21 @@ class AxisProblem:
     def _needs(self) -> None:
         for v, value in enumerate(self.program.values):
             by_use: dict[Kind, list[list[int]]] = defaultdict(list)
+            early: dict[int, list[list[int]]] = defaultdict(list)
             for n, j in value.uses:
                 takes: dict[Kind, list[int]] = defaultdict(list)
+                late: list[int] = []
                 for option, columns in zip(self.options[n], self.x[n], strict=True):
-                    takes[option.ins[j]] += columns
+                    # Where a whole computation's gradients become partial makes no difference: not before the last of its calls.
+                    if option.ins[j] == R and not value.params and option.share == 1.0 and option.outs[0] == R:
+                        late += columns
+                    else:
+                        takes[option.ins[j]] += columns
                 if n in self.followers:
                     continue  # takes it as it is made
                 pinned = self.program.nodes[n].call.in_place and j == 0
+                if late:
+                    early[v].append(late)
                 for kind, columns in takes.items():
                     if pinned:
                         self._need(v, kind, columns, {})
@@ -279,10 +286,14 @@ class AxisProblem:
                         by_use[kind].append(columns)
             if value.output:
                 by_use[I].append([])
+            if early[v]:
+                by_use.setdefault(R, [])
             for kind, uses in by_use.items():
                 moves = self._moves(v, kind)
                 for columns in uses:
                     self._need(v, kind, columns, moves)
+                for columns in early[v] if kind == R else ():
+                    self._need(v, kind, columns, {have: c for have, c in moves.items() if have != I})
             if value.params and value.grad and I in by_use and R in by_use:
                 self._one_ownership(v, by_use)
 
@@ -340,7 +351,7 @@ class AxisProblem:
             self.problem.cost = cost
 
     def solve(self, seconds: float, gap: float) -> Choice:
-        found = self.problem.solve(seconds, gap)
+        found = self.problem.best(seconds, gap)
         options = [self.options[n][self._taken_option(found, n)] for n in range(len(self.program.nodes))]
         sources = {v: list(kinds)[self._chosen(found, list(kinds.values()))] for v, kinds in self.y.items()}
         moves = self._taken(options, sources)

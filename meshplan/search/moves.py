@@ -7,7 +7,6 @@ from torch import Tensor
 from meshplan.compiler.kinds import Kind, R
 from meshplan.cost.machine import FREE, Cost, Link
 from meshplan.plan.placements import Shard
-from meshplan.runtime.recorder import wire_bytes
 
 NO_GRAD = {("S", "I"): "all_gather", ("P", "I"): "all_reduce", ("P", "S"): "reduce_scatter"}
 """Collective by move, of values without gradient."""
@@ -77,7 +76,6 @@ def move_cost(
     # A slice is a copy, and its mate another one; nothing is quite free, so that nothing is moved without need.
     total = Cost((nbytes + (nbytes if t.requires_grad else 0)) / COPY)
     for op in filter(None, ops):
-        wire = wire_bytes(op, nbytes, link.ranks)
-        seconds = wire / link.rate if param or not latency else link.seconds(op, nbytes)
-        total = total + Cost(seconds, wire)
+        cost = link.cost(op, nbytes)
+        total = total + (Cost(cost.seconds - cost.latency, cost.wire) if param or not latency else cost)
     return total

@@ -16,7 +16,7 @@ fastest free solver on problems of this form, and scipy is on every machine that
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -25,23 +25,51 @@ from scipy.sparse import csr_matrix
 from meshplan.compiler.kinds import Kind
 from meshplan.errors import PlanError
 
+LOOSE = 0.05
+"""Relative gap above which another way to a solution is tried."""
+
 
 @dataclass
 class Problem:
     """Rows and columns of one mixed-integer program, filled one at a time."""
 
     cost: list[float] = field(default_factory=list)
+    bare: list[float] = field(default_factory=list)  # costs without latency
     integral: list[bool] = field(default_factory=list)
     _rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
 
-    def column(self, cost: float, integral: bool) -> int:
+    def column(self, cost: float, integral: bool, bare: float = 0.0) -> int:
         """A variable between 0 and 1."""
         self.cost.append(cost)
+        self.bare.append(bare)
         self.integral.append(integral)
         return len(self.cost) - 1
 
     def row(self, terms: dict[int, float], low: float, high: float) -> None:
         self._rows.append((terms, low, high))
+
+    def best(self, seconds: float, gap: float) -> Solution:
+        """As `solve`; where that leaves a wide gap, the better of it and of the solution without latencies, which are charges
+        a move however small, and what makes relaxations of small programs loose."""
+        try:
+            found = self.solve(seconds, gap)
+            if found.objective - found.bound <= LOOSE * found.objective:
+                return found
+        except PlanError:
+            found = None
+        cost, self.cost = self.cost, self.bare
+        try:
+            other = self.solve(seconds, gap)
+        except PlanError:
+            if found is None:
+                raise
+            return found
+        finally:
+            self.cost = cost
+        objective = float(np.dot(cost, other.values))
+        if found is not None and found.objective <= objective:
+            return found
+        return replace(other, objective=objective, bound=found.bound if found is not None else other.objective)
 
     def solve(self, seconds: float, gap: float) -> Solution:
         """The best values found within `seconds`, to a relative `gap`. Raises PlanError `no-plan` if there are none."""

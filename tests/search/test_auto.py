@@ -97,12 +97,12 @@ def test_llama_is_split_as_megatron_splits_it():
 def test_sequence_parallelism_is_taken_where_it_pays_and_only_where_it_is_allowed():
     mesh = {"tp": 4}
     long, short = derive(llama(layers=2), mesh, tokens(4, 4096)), derive(llama(layers=2), mesh, tokens(1, 32))
-    cut = [any("P" == str(m.have) and str(m.want).startswith("S") for m in f.choice.moves) for f in (long, short)]
+    cut = [any(str(m.have) == "P" and str(m.want).startswith("S") for m in f.choice.moves) for f in (long, short)]
     assert cut == [True, False]
     forbidden = derive(llama(layers=2), mesh, tokens(4, 4096), sequence=False)
-    assert not any("P" == str(m.have) and str(m.want).startswith("S") for m in forbidden.choice.moves)
+    assert not any(str(m.have) == "P" and str(m.want).startswith("S") for m in forbidden.choice.moves)
     asked = derive(llama(layers=2), mesh, tokens(1, 32), sequence=True)
-    assert any("P" == str(m.have) and str(m.want).startswith("S") for m in asked.choice.moves)
+    assert any(str(m.have) == "P" and str(m.want).startswith("S") for m in asked.choice.moves)
 
 
 def test_the_memory_bound_decides_what_stays_whole():
@@ -125,7 +125,11 @@ def test_the_plan_is_a_plan_file_with_its_reasons(tmp_path):
     assert again == plan
     assert "gap" in text and "of parameters split" in text and "parts=[24, 12, 12]" in text
     # The fused projection's parts follow the later split: q, k and v are cut one by one.
-    assert mp.lower(stack("fused"), again, 2, batch()).core.params["blocks.0.qkv.weight"].shards[0][1].parts == (24, 12, 12)
+    assert mp.lower(stack("fused"), again, 2, batch()).core.params["blocks.0.qkv.weight"].shards[0][1].parts == (
+        24,
+        12,
+        12,
+    )
 
 
 def test_outputs_may_stay_split():
