@@ -31,6 +31,7 @@ from meshplan.compiler.propagate import Pass, Propagation
 from meshplan.compiler.repeats import Equals, FullTraceNeeded, apart
 from meshplan.compiler.sites import Decisions
 from meshplan.compiler.skeleton import fake_copy, fake_world
+from meshplan.compiler.source import raised_by_us
 from meshplan.compiler.strategies import Chooser
 from meshplan.compiler.uses import final
 from meshplan.compiler.uses import settled as settled_kind
@@ -275,6 +276,8 @@ def _one_pass(
         try:
             out = local(**inputs)
         except PYTHON_ERRORS as error:
+            if raised_by_us(error):
+                raise
             raise run.failed(error) from error
     if run.cursor != len(trace.calls):
         raise run.diverged("its forward ends")

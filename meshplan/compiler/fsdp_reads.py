@@ -22,8 +22,9 @@ def refuse_foreign_reads(core: Core, reads: Mapping[tuple[str, str], Where | Non
         if name in whole:
             continue
         # Of a tied parameter, the unit around all others owns it.
-        owner = min((_unit(full, units) for full in core.bound.params[name].names), key=len)
-        if not _inside(module, owner):
+        holders = [_unit(full, units) for full in core.bound.params[name].names]
+        owner = min(holders, key=len)
+        if not _inside(module, owner) and all(_inside(holder, owner) for holder in holders):  # else `tied-across-units`
             raise PlanError(
                 f"{module or 'the model'} reads {name} itself, which is gathered while the fsdp unit {owner!r} runs and sharded "
                 "otherwise", code="foreign-unit", where=where, module=module,

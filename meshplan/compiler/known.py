@@ -28,8 +28,12 @@ from meshplan.plan.placements import Placement
 
 @dataclass
 class Pass:
-    """What one propagation produced. `calls` are (caller, callee) module paths, `repeats` (module, the equal one whose
-    propagation stands for it), in order; `reads` are (module, parameter that its own code uses); `decided` has one item a call, for the checks."""
+    """What one propagation produced.
+
+    `calls` are (caller, callee) module paths, `repeats` (module, the equal one whose propagation stands for it), in order;
+    `reads` are (module, parameter that its own code uses); `kept` is the refusal of what the forward left on a module;
+    `decided` has one item a call, for the checks.
+    """
 
     moves: list[tuple[Site, Move, Where | None]] = field(default_factory=list)
     edits: dict[str, dict[int, Edit]] = field(default_factory=dict)

@@ -32,6 +32,13 @@ def raised_at(error: BaseException) -> Where | None:
     return next((Where(name, line) for name, line in reversed(lines) if _is_users(name)), None)
 
 
+def raised_by_us(error: BaseException) -> bool:
+    """Whether `error` is a fault of meshplan's own Python code, not of the model's or of a torch call."""
+    innermost = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    ours = innermost.startswith(_OURS) and not innermost.startswith(_MODELS)
+    return ours and not isinstance(error, RuntimeError | ValueError)
+
+
 def _is_users(name: str) -> bool:
     ours = name.startswith(_OURS) and not name.startswith(_MODELS)
     return not (name.startswith(_TORCH) or ours or name.startswith("<"))

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from meshplan import compat
 from meshplan.compiler.lowered_graph import Lowered
@@ -17,10 +19,14 @@ from meshplan.mesh.agree import agree
 from meshplan.runtime.session import Signature
 
 
-def agree_on(lowered: Lowered | None, failed: PlanError | None, tag: str) -> None:
-    """Raise on every rank if one failed to lower or lowered another program. A rank that failed raises its own error."""
+def agree_on(lowered: Lowered | None, failed: PlanError | None, tag: str, model: nn.Module | None = None) -> None:
+    """Raise on every rank if one failed to lower, lowered another program, or holds other values in `model`. A rank that
+    failed raises its own error."""
     facts = lowered.facts() if lowered is not None else {}
     digest = lowered.program_hash() if lowered is not None else "none"
+    if lowered is not None and model is not None:
+        facts["values of parameters and buffers"] = values = sampled(model)
+        digest += values
     try:
         agree(
             compat.default_store(), dist.get_rank(), dist.get_world_size(), program_hash=digest, facts=facts,
@@ -30,6 +36,17 @@ def agree_on(lowered: Lowered | None, failed: PlanError | None, tag: str) -> Non
         if failed is not None:
             raise failed from None
         raise
+
+
+def sampled(model: nn.Module) -> str:
+    """A digest of up to 16 elements of each parameter and buffer of `model`, or where they are if not in memory. Ranks that
+    drew their initial values from different seeds, or of which one alone has loaded weights, do not agree on it."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(t.is_meta for t in tensors):
+        return "on meta"
+    taken = [t.detach().reshape(-1)[:: -(-t.numel() // 16) or 1] for t in tensors]
+    bytes_ = [t.contiguous().view(torch.uint8) for t in taken if t.numel()]
+    return hashlib.sha256(torch.cat(bytes_).cpu().numpy().tobytes()).hexdigest()[:16] if bytes_ else "none"
 
 
 def signature_check(world: int, rank: int, timeout_s: float = 60.0) -> Callable[[Signature], None]:

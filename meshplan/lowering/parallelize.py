@@ -94,7 +94,7 @@ def parallelize(
     except PlanError as error:
         failed = error
     if real and dist.get_backend() != "fake":
-        agree_on(lowered, failed, "program")
+        agree_on(lowered, failed, "program", model)
     if failed is not None or lowered is None:
         raise failed or AssertionError("no program and no error")
     core, spec = lowered.core, lowered.core.spec

@@ -45,7 +45,7 @@ def parallelize_regions(
         made = dtensor_plan(model, plan, MeshSpec.resolve(plan.mesh, world), inputs)
         return DTensorLowered(model, made, None, rank)
 
-    low = _agreed(bound, "program", real)
+    low = _agreed(bound, "program", real, model)
     spec = low.core.spec
     built = build_groups(spec, device_type, _axes_sets(low.dtensor))
     log_rank_map(spec, rank)
@@ -78,7 +78,9 @@ def lower_regions(model: nn.Module, plan: Plan, world_size: int, inputs: Any, ra
     return DTensorLowered(model, made, recorded if made.dims else (), rank, keep=False)
 
 
-def _agreed(make: Callable[[], DTensorLowered], tag: str, real: bool) -> DTensorLowered:
+def _agreed(
+    make: Callable[[], DTensorLowered], tag: str, real: bool, model: nn.Module | None = None
+) -> DTensorLowered:
     """What `make` gives on every rank, or the error of the one that failed on all of them."""
     failed: PlanError | None = None
     low: DTensorLowered | None = None
@@ -87,7 +89,7 @@ def _agreed(make: Callable[[], DTensorLowered], tag: str, real: bool) -> DTensor
     except PlanError as error:
         failed = error
     if real:
-        agree_on(low, failed, tag)
+        agree_on(low, failed, tag, model)
     if low is None:
         raise failed or AssertionError("no program and no error")
     return low

@@ -6,7 +6,7 @@ are partial over the same axes travel together, flattened into buckets: one all_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

@@ -87,6 +87,7 @@ def _serve_one(rank: int, conn: Connection, store: dist.Store, backend: str) -> 
     except Exception as error:
         conn.send_bytes(_failure(error))
         return
+    torch.manual_seed(0)  # ranks build equal models, and a call does not depend on those before it
     with group:
         try:
             reply, done = pickle.dumps(Reply(time.monotonic(), call.fn(*call.args, **call.kwargs))), True

@@ -73,3 +73,21 @@ def test_lowering_leaves_counters_alone(pool):
     model = Counting()
     mp.lower(model, plan_of({"x": numbers(2, 5, 8)}, mp.Rule("up", use="colwise")), 2)
     assert model.calls == 0
+
+
+def materialised_apart() -> tuple[str, list[Tensor]]:
+    """Rank 0 builds the model for real, rank 1 on meta."""
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    model = Rotary() if dist.get_rank() == 0 else mp.meta(Rotary)
+    try:
+        model = mp.parallelize(model, PLAN)
+    except mp.PlanError as error:
+        return error.code, []
+    return "", [b.clone() for b in model.buffers()]
+
+
+def test_a_model_real_on_one_rank_and_on_meta_on_another_is_refused(pool):
+    # SkyRL#1709: rank 0 had weights, the others raw memory.
+    assert [code for code, _ in pool.run(materialised_apart, world=2)] == ["ranks-differ"] * 2

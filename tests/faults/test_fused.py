@@ -119,3 +119,12 @@ def test_the_logical_size_of_a_part_is_tested_and_not_the_stored_one():
 def test_parts_that_do_not_make_up_the_weight_are_refused():
     error = refused(partial(GateUp, 4), plan_of(X, parts("gate_up", 4, 3), DOWN), "bad-parts")
     assert "sum to 7" in error.message and error.where.line
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(4, 1), (3, 1), (2, 2)])
+def test_data_sharding_that_cuts_inside_a_fused_group(ranks, tp):
+    # Automodel#1357: 16 rows of q | k | v over 3 or 4 ranks end in the middle of a part.
+    mesh = {"dp_shard": ranks, "tp": tp}
+    rules = (parts("qkv", 8, 4, 4), OUT) if tp > 1 else ()
+    x = {"x": numbers(2 * ranks, 5, 8, dp=mp.S(0))}
+    exact(Grouped, plan_of(x, *rules, mesh=mesh, fsdp=mp.Fsdp(units=["qkv", "o"])), ranks * tp, steps=2)

@@ -135,3 +135,21 @@ def test_a_weight_split_along_its_kernel_is_gathered_and_the_plan_is_told_so():
     exact(partial(Layers, "depthwise"), plan)
     (gathered,) = [c for c in mp.lower(Layers("depthwise").double(), plan, 2).collectives if c.op == "all_gather"]
     assert gathered.module == "layers.0" and gathered.elements == 4 * 1 * 4 * 3  # 3 rows are padded to 4
+
+
+def compiled_tables(rows: int) -> list[float]:
+    """On a rank: how far three calls of a compiled model with two split tables are from one device."""
+    torch.manual_seed(0)
+    model = Tables(rows).double()
+    calls = [(torch.arange(12).view(3, 4) * k % rows, torch.arange(12).view(3, 4) * (k + 1)) for k in (1, 3, 5)]
+    want = [model(*call).item() for call in calls]
+    rules = (mp.Rule("{a,b}", use="embedding"),)
+    compiled = mp.Compile(units=["a", "b"], backend="aot_eager")
+    plan = plan_of({"tokens": ids(3, 4), "kinds": ids(3, 4)}, *rules, compile=compiled)
+    mp.parallelize(model, plan)
+    return [model(*call).item() - value for call, value in zip(calls, want, strict=True)]
+
+
+def test_split_tables_of_a_compiled_model_mask_each_call_anew(pool):
+    # pytorch#185356: the mask of an earlier call was kept as metadata.
+    assert max(abs(x) for found in pool.run(compiled_tables, 7, world=2) for x in found) < 1e-12

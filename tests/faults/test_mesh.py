@@ -40,10 +40,13 @@ def test_an_axis_of_one_beside_another(pool):
 def differing(what: str) -> tuple[str, str]:
     """On a rank: what `parallelize` raises when rank 1 has another plan, model or error."""
     rank, hidden, rules = dist.get_rank(), 6, PAIR
+    torch.manual_seed(0)
     if rank == 1 and what == "plan":
         rules = PAIR[:1]
     if rank == 1 and what == "model":
         hidden = 8
+    if rank == 1 and what == "values":
+        torch.manual_seed(7)
     if rank == 1 and what == "error":
         rules = (mp.Rule("upp", use="colwise"),)
     try:
@@ -55,7 +58,12 @@ def differing(what: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize(
     ("what", "codes"),
-    [("plan", ["ranks-differ"] * 2), ("model", ["ranks-differ"] * 2), ("error", ["rank-failed", "no-such-module"])],
+    [
+        ("plan", ["ranks-differ"] * 2),
+        ("model", ["ranks-differ"] * 2),
+        ("values", ["ranks-differ"] * 2),
+        ("error", ["rank-failed", "no-such-module"]),
+    ],
 )
 def test_if_one_rank_differs_or_fails_every_rank_raises(pool, what, codes):
     answers = pool.run(differing, what, world=2)

@@ -96,3 +96,12 @@ def test_a_first_dim_smaller_than_the_data_axis():
 def test_a_batch_the_data_axis_does_not_divide_is_refused():
     error = refused(Mlp, plan_of({"x": numbers(5, 8, dp=mp.S(0))}, mesh={"dp_shard": 2}), "input-not-divisible")
     assert "size 5" in error.message and "dp 2" in error.message and error.where.line
+
+
+@pytest.mark.parametrize("boundary", [{"tp": mp.S(-1)}, {"tp": mp.R}], ids=str)
+def test_a_boundary_of_five_over_two_ranks_is_five_everywhere(boundary):
+    # pytorch#110762: each rank took its own 3 or 2 for half of the whole, and so 6 or 4 for the whole.
+    rules = (mp.Rule("up", use="colwise", output=boundary), mp.Rule("down", use="rowwise", input=boundary))
+    low = mp.lower(Mlp().double(), plan_of({"x": numbers(3, 8)}, *rules), 2)
+    assert {c.elements for c in low.collectives if c.op == "all_gather"} <= {3 * 6}  # 5, padded to 3 a rank
+    exact(Mlp, plan_of({"x": numbers(3, 8)}, *rules))
