@@ -57,7 +57,9 @@ INDEX = {
     "pytorch/pytorch#127213": "faults/test_mesh.py::test_axes_of_one_rank_are_the_plain_model_without_communication",
     "huggingface/accelerate#3798": "faults/test_mesh.py::test_axes_of_one_rank_are_the_plain_model_without_communication",
     "axolotl-ai-cloud/axolotl#2977": "faults/test_mesh.py::test_a_mesh_that_does_not_multiply_to_the_world_is_refused",
-    "cornstarch-org/Cornstarch#76": "mesh/test_build.py::test_ranks_that_would_build_different_groups_all_raise_before_any_is_made",
+    "cornstarch-org/Cornstarch#76": (
+        "mesh/test_build.py::test_ranks_that_would_build_different_groups_all_raise_before_any_is_made"
+    ),
     "pytorch/pytorch#193224": "cli/test_ranks.py::test_order_moves_axes_by_name",
     "NVIDIA-NeMo/Automodel#2768": "lowering/test_fsdp.py::test_refusals_say_what_would_be_legal",
     # inputs and outputs
@@ -77,7 +79,9 @@ INDEX = {
     # gradients: replicated parameters, partial values, biases
     "pytorch/torchtitan#2532": "faults/test_replicated.py::test_a_norm_of_one_head_over_split_heads",
     "NVIDIA-NeMo/RL#3716": "faults/test_replicated.py::test_a_norm_of_one_head_over_split_heads",
-    "NVIDIA/TransformerEngine#441": "faults/test_replicated.py::test_a_norm_of_one_head_stays_equal_on_all_ranks_over_three_steps",
+    "NVIDIA/TransformerEngine#441": (
+        "faults/test_replicated.py::test_a_norm_of_one_head_stays_equal_on_all_ranks_over_three_steps"
+    ),
     "pytorch/pytorch#172932": "faults/test_bias.py::test_two_branches_that_stay_partial_until_they_are_added",
     "awslabs/slapo#10": "faults/test_bias.py::test_the_bias_of_a_row_split_linear_is_added_once",
     "pytorch/torchtitan#2106": "faults/test_bias.py::test_two_row_split_branches_with_biases_of_their_own",
@@ -104,7 +108,9 @@ INDEX = {
     "pytorch/pytorch#196996": "lowering/test_fsdp.py::test_what_is_first_used_at_the_last_microbatch_under_bf16",
     # checkpoints
     "NVIDIA/Megatron-LM#6024": "runtime/test_checkpoint.py::test_seven_rows_saved_on_two_load_on_three_four_and_one",
-    "huggingface/transformers#48569": "runtime/test_checkpoint.py::test_saving_on_some_ranks_raises_soon_and_leaves_ranks_in_step",
+    "huggingface/transformers#48569": (
+        "runtime/test_checkpoint.py::test_saving_on_some_ranks_raises_soon_and_leaves_ranks_in_step"
+    ),
     "hpcaitech/ColossalAI#6108": "runtime/test_checkpoint.py::test_what_was_written_is_checked_before_it_takes_its_place",
     "huggingface/transformers#36436": "runtime/test_checkpoint.py::test_fsdp_and_tp_with_adam_load_on_one_device",
     "huggingface/transformers#37051": "runtime/test_checkpoint.py::test_fsdp_and_tp_with_adam_load_on_one_device",
@@ -130,7 +136,7 @@ INDEX = {
 
 
 @cache
-def tests_in(file: str) -> frozenset[str]:
+def names_in(file: str) -> frozenset[str]:
     tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
     return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
 
@@ -139,7 +145,7 @@ def tests_in(file: str) -> frozenset[str]:
 def test_the_test_that_holds_an_issue_exists(issue):
     assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+( \(\d+\))?", issue)
     file, _, name = INDEX[issue].partition("::")
-    assert name in tests_in(file)
+    assert name in names_in(file)
 
 
 def test_every_issue_that_a_test_of_faults_names_is_in_the_index():
