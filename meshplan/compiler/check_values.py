@@ -38,7 +38,7 @@ from meshplan.plan.placements import Shard
 from meshplan.runtime import replace as semantic
 from meshplan.runtime.simulated import SimulatedGroups, World
 
-LOCALISED = SIZED | CREATED | {"unflatten", "split", "split_with_sizes", "tensor_split"}
+LOCALISED = SIZED | CREATED | {"repeat", "unflatten", "split", "split_with_sizes", "tensor_split"}
 UNSET = frozenset({"empty", "new_empty", "empty_like", "new_empty_strided"})
 """Functions whose result has no values yet."""
 _AXIS = "tp"  # any name: a use has one axis
@@ -161,6 +161,10 @@ def _local_arguments(use: Use, mine: Sequence[Tensor], local: list[tuple[int, ..
         own = []
     if own == local:
         return use.leaves, use.structure
+    if use.name == "repeat":
+        x, (shape,) = mine[0], local
+        held = (1,) * (len(shape) - x.dim()) + tuple(x.shape)
+        return compat.flatten(((use.leaves[0], *(n // max(h, 1) for n, h in zip(shape, held, strict=True))), {}))
     sizes = None
     if "split" in use.name:
         first, more = compat.unflatten(list(use.leaves), use.structure)
