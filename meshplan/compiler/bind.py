@@ -190,7 +190,7 @@ def _matching(pattern: str, names: ModelNames, source: Source) -> list[ModuleEnt
             f"{len(moved)} of them, such as {moved[0]!r}",
             code="adapter-moved",
             where=source.where,
-            legal=nearest(pattern + "*", moved),
+            legal=[*nearest(pattern + "*", moved), "for the whole plan: plan.adapted(model)"],
         )
     raise PlanError(
         f"{pattern!r} matches no module",

@@ -71,6 +71,11 @@ class Redistributing(Known):
         if src == "A" and dst == "R":
             return self.to_kind(self.to_kind(x, k, I, site, where), k, R, site, where)
         shape = self.trace.values[info.value].shape
+        if isinstance(want, Shard) and want.dim >= len(shape):
+            raise PlanError(
+                f"{site}: one call is handed {self.show(x)}, and another wants its tensor split on dim {want.dim}",
+                code="calls-differ", module=site.module, where=where, legal="a module of its own for each use",
+            )  # fmt: skip
         dim = have.dim if isinstance(have, Shard) else want.dim if isinstance(want, Shard) else 0
         size = axis_size(shape, dim, info.kinds, self.axes, k) if "S" in (src, dst) else 0
         move = Move(axis.name, src, dst, dim, size, have, want)

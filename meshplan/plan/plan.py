@@ -161,6 +161,14 @@ class Plan:
         owned = experts.at if experts is not None else ()
         return cls(mesh=dict(mesh), inputs=dict(inputs or {}), rules=rules_of(model, experts=owned), **sections)
 
+    def adapted(self, model: nn.Module) -> Plan:
+        """This plan, written for the model without adapters, as it reads for `model`, which PEFT put some in.
+
+        See `meshplan.plan.adapters`. Raises PlanError `no-such-module` and those of the shorthands."""
+        from meshplan.plan.adapters import adapted
+
+        return adapted(self, model)
+
 
 def as_regions(value: Any, source: Source | None = None) -> str:
     """`value` as one of `REGIONS`. Raises PlanError `unknown-option`."""

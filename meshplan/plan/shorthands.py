@@ -46,7 +46,7 @@ def expand(rule: Rule, module: nn.Module) -> Rule:
         if hasattr(module, "in_features") or hasattr(module, "nf"):
             raise _misfit(rule, "a projection, not a table of rows to look up", "colwise or rowwise")
         return _explicit(rule, {"weight": S(0)}, returned=R)
-    out_dim = _output_dim(rule, module, weight)
+    out_dim = output_dim(rule, module, weight)
     if rule.use == "rowwise":
         if hasattr(module, "num_embeddings"):
             raise _misfit(rule, "a table of rows to look up, whose input cannot be split", "embedding")
@@ -103,7 +103,7 @@ def _weight(rule: Rule, module: nn.Module) -> Tensor:
     return own["weight"]
 
 
-def _output_dim(rule: Rule, module: nn.Module, weight: Tensor) -> int:
+def output_dim(rule: Rule, module: nn.Module, weight: Tensor) -> int:
     """Which dim of a 2-D weight counts output features: 0 as in nn.Linear, 1 as in nn.Embedding and transposed linears.
 
     Attributes decide, and shapes must agree with them. `nf` and `nx` name the features of a transposed weight
