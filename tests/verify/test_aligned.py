@@ -96,11 +96,11 @@ class Remembers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.state = nn.Linear(6, 4), None
+        self.inner, self.whole, self.state = nn.Linear(6, 4), nn.Linear(6, 6), None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.state = self.inner(x)
-        return self.state.pow(2).sum()
+        self.state = self.whole(x)
+        return self.inner(self.state).pow(2).sum()
 
 
 def test_what_a_forward_leaves_in_an_attribute_is_no_part_of_the_ranks_models() -> None:
@@ -109,4 +109,4 @@ def test_what_a_forward_leaves_in_an_attribute_is_no_part_of_the_ranks_models() 
         inputs={"x": mp.Input(shape=(3, 6), dtype=torch.float64)},
         rules=[mp.Rule("inner", params={"weight": {"tp": mp.S(0)}, "bias": {"tp": mp.S(0)}})],
     )
-    assert align(Remembers(), plan, 2).parameters == 2
+    assert align(Remembers(), plan, 2).parameters == 4
