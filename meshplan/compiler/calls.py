@@ -143,6 +143,9 @@ class Calls(Redistributing, Arguments):
                         self.result.param_use[use] = Pending(use, False)
                         self.result.used_at[use] = where
                     info.kinds[k] = self.result.param_use[use].find()
+                    if (info.param, axis.name) in self.decisions.split:
+                        self.result.param_use[use].need(R)
+                        info.kinds[k] = R
 
     def _choose(
         self, rec: Call, tensors: list[Tensor]

@@ -272,7 +272,8 @@ class _Capture(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        if any(t.requires_grad and not compat.is_fake(t) for t in tensors_in((args, kwargs))):
+        # A leaf: a constant into which the model wrote has a gradient too, and is the model's own.
+        if any(t.requires_grad and t.is_leaf and not compat.is_fake(t) for t in tensors_in((args, kwargs))):
             raise foreign_parameter(name_of(func), self.stack.path)
         out = run_call(func, args, kwargs, self.stack.path)
         if not is_recorded(func, out):

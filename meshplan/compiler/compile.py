@@ -187,12 +187,42 @@ def _until_stable(
             for site, name in run.late:  # another use there wants what the boundary does now
                 decisions.contest(site, name)
         if not decisions.changed:
-            run.result.moves, run.result.edits = once(run.result.invocations, run.result.moves)
+            try:
+                run.result.moves, run.result.edits = once(run.result.invocations, run.result.moves)
+            except PlanError as error:
+                apart = {
+                    (error.module or "", key, axes[k].name)
+                    for key, k in unlike(run.result.invocations, error.module or "")
+                }
+                if apart <= decisions.alike:
+                    raise
+                decisions.alike |= apart
+                continue
+            mixed = _mixed(run.result, bound) - decisions.split
+            if mixed:
+                decisions.split |= mixed
+                continue
             return run.result, decisions
     raise PlanError(
         "the layouts of this plan do not settle", code="no-fixpoint",
         legal="input and output layouts written out for the modules that `explain -v` lists",
     )  # fmt: skip
+
+
+def _mixed(result: Pass, bound: Bound) -> set[tuple[str, str]]:
+    """Parameters, by axis, that one use needs both as R and as I, or different uses if not all are by modules that hold it:
+    whoever reaches for a parameter of another module sees it as that module does."""
+    needs: dict[tuple[str, str], set[object]] = {}
+    reached: set[tuple[str, str]] = set()
+    out = set()
+    for (module, name, axis), pending in result.param_use.items():
+        found = pending.find().needs
+        needs.setdefault((name, axis), set()).update(found)
+        if len(found) > 1:
+            out.add((name, axis))
+        if module not in {n.rpartition(".")[0] for n in bound.params[name].names}:
+            reached.add((name, axis))
+    return out | {key for key in reached if len(needs[key]) > 1}
 
 
 def _one_pass(

@@ -23,7 +23,8 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Edit:
-    """The call with this ordinal in its module's own code, with new sizes, redistributed arguments, or replaced.
+    """The call with this ordinal in its module's own code, with new sizes, redistributed arguments, or replaced. Calls of
+    other modules are numbered downwards from -1, and have `converts` alone; `func` is then the path of the one called.
 
     Attributes:
         sized: (leaves, structure, which leaves are tensors) of the arguments to use, or None to keep the user's.

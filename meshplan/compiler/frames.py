@@ -14,11 +14,13 @@ from meshplan import compat
 
 @dataclass
 class Frame:
-    """One running invocation of a module: its path, a serial number, and its tensor inputs by identity."""
+    """One running invocation of a module: its path, a serial number, its tensor inputs by identity, and how many modules it
+    has called."""
 
     path: str
     serial: int
     inputs: dict[int, str] = field(default_factory=dict)
+    children: int = 0
 
 
 def argument_keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

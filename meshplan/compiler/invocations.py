@@ -8,7 +8,9 @@ from typing import Any
 
 from meshplan.compiler.edits import Edit
 from meshplan.compiler.frames import Frame
+from meshplan.compiler.kinds import Kind, N, replicated
 from meshplan.compiler.sites import Move, Site
+from meshplan.compiler.uses import settled
 from meshplan.errors import PlanError, Where
 
 Moved = tuple[Site, Move, Where | None]
@@ -22,6 +24,7 @@ class Invocations:
         calls: by module path, in order.
         owners: the call of each move, in the order in which moves are recorded.
         edits: (call, module path, edit).
+        given: by module path, for each call the kinds of what the caller hands over, by argument.
         quiet: by call, the inputs that carry no gradient: what a move owes to backward does not matter to them.
     """
 
@@ -29,6 +32,7 @@ class Invocations:
     owners: list[int | None] = field(default_factory=list)
     edits: list[tuple[int, str, Edit]] = field(default_factory=list)
     quiet: dict[int, frozenset[str]] = field(default_factory=dict)
+    given: dict[str, list[dict[str, list[Kind]]]] = field(default_factory=dict)
 
     def entered(self, frame: Frame, handed: int, quiet: Iterable[str]) -> None:
         """A call begins; the moves from number `handed` on were made of what it is handed, of which `quiet` is without
@@ -71,6 +75,21 @@ def once(invocations: Invocations, moves: list[Moved]) -> tuple[list[Moved], dic
         if owner is None or owner == first[item[0].module]
     ]
     return kept, {path: found for (path, call), found in edits.items() if call == first[path]}
+
+
+def unlike(invocations: Invocations, path: str) -> list[tuple[str, int]]:
+    """The (argument, axis number) of which calls of the module at `path` are handed different kinds. What carries no gradient
+    goes with any owner of one."""
+    found = []
+    calls = invocations.given.get(path, [])
+    for key in calls[0] if calls else ():
+        many = [call[key] for call in calls if key in call]
+        for k in range(len(many[0])):
+            kinds = [settled(kinds[k]) for kinds in many]
+            known = {kind for kind in kinds if kind != N}
+            if len(known) > 1 or (N in kinds and any(not replicated(kind) for kind in known)):
+                found.append((key, k))
+    return found
 
 
 def _check_moves(path: str, head: list[Moved], other: list[Moved], quiet: frozenset[str]) -> None:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from meshplan import compat
 from meshplan.compiler.calls import Calls
 from meshplan.compiler.capture import HOST_READS, is_recorded, run_call, tensors_in
+from meshplan.compiler.edits import Edit
 from meshplan.compiler.frames import argument_keys
 from meshplan.compiler.hooks import ON_TENSORS, gradient_hook
 from meshplan.compiler.kinds import A, I, P, Pending, R, replicated
@@ -45,9 +46,10 @@ class Propagation(Calls, TorchFunctionMode):
             raise self.diverged(
                 f"module {path or '(model)'} is called where the single device calls {expected[0] or '(model)'}"
             )
+        keys = argument_keys(module, args, kwargs)
+        leaves = self._alike(path, keys, leaves)
         self.result.timeline.enter(path, any(isinstance(x, Tensor) and x.requires_grad for x in leaves))
         handed = len(self.result.moves)
-        keys = argument_keys(module, args, kwargs)
         moved = self._at_inputs(path, keys, leaves)
         if self.frames.stack:
             self.result.calls.add((self.stack.path, path))
@@ -60,6 +62,26 @@ class Propagation(Calls, TorchFunctionMode):
                 frame.inputs.setdefault(id(x), key)
                 self.note(path, "input", key, x)
         return compat.unflatten(moved, structure)
+
+    def _alike(self, path: str, keys: list[str], leaves: list[Any]) -> list[Any]:
+        """What the caller hands over, made whole where the module's calls would differ otherwise."""
+        if not self.frames.stack:
+            return leaves
+        caller = self.frames.stack[-1]
+        caller.children += 1
+        out, converts = list(leaves), []
+        for i, (key, x) in enumerate(zip(keys, leaves, strict=True)):
+            for k, axis in enumerate(self.axes if isinstance(x, Tensor) else ()):
+                if (path, key, axis.name) in self.decisions.alike:
+                    before = len(self.result.moves)
+                    out[i] = self.to_kind(out[i], k, I, Site("call", self.stack.path, f"{-caller.children}:{i}"))
+                    converts += [(i, move) for _, move, _ in self.result.moves[before:]]
+        if converts:
+            edit = Edit(-caller.children, path, None, tuple(converts), None, None)
+            self.result.invocations.edits.append((caller.serial, self.stack.path, edit))
+        given = {key: list(self.info(x).kinds) for key, x in zip(keys, out, strict=True) if isinstance(x, Tensor)}
+        self.result.invocations.given.setdefault(path, []).append(given)
+        return out
 
     def _at_inputs(self, path: str, keys: list[str], leaves: list[Any]) -> list[Any]:
         """What a module is handed, moved. A tensor handed over twice (`attention(x, x, x)`) stays one tensor."""

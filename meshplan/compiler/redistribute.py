@@ -205,8 +205,11 @@ class Redistributing(Known):
         path = self.stack.path
         if path not in self.holders[info.param or ""] or any(isinstance(k, Shard) for k in info.kinds):
             return False
-        uses = {c.ordinal for c in self.trace.calls if c.module == path and info.value in c.ins}
-        return len(uses) <= 1
+        users = [c for c in self.trace.calls if info.value in c.ins]
+        # Another module that reaches into this one for its parameter looks through the same view.
+        if not {c.module for c in users} <= self.holders[info.param or ""]:
+            return False
+        return len({c.ordinal for c in users if c.module == path}) <= 1
 
     def _share(
         self,

@@ -20,7 +20,8 @@ class Site:
 
     Attributes:
         side: "input" or "output" of `module`, "param" (the view of parameter `key` in `module`), or "call".
-        key: argument name or index, output key path, parameter name, or `<ordinal>:<leaf index>` of a call.
+        key: argument name or index, output key path, parameter name, or `<ordinal>:<leaf index>` of a call
+            (of another module: see `Edit`).
     """
 
     side: str
@@ -60,6 +61,8 @@ class Decisions:
     Attributes:
         moves: the kind a tensor has behind a site, by axis. gathered: who owns the gradient of a gathered value.
         asked: sites where an op asked for a move, with its line. declared: those among them that the plan declares.
+        alike: (module, argument, axis) that are whole in every call of a module whose calls would differ there.
+        split: parameters and axes that are split uses and whole ones at once, seen as R by every use.
         contested: sites and axes on which uses want different kinds, pass after pass: each use moves for itself there.
     """
 
@@ -67,6 +70,8 @@ class Decisions:
     gathered: dict[tuple[Site, str], Kind] = field(default_factory=dict)
     asked: dict[Site, Where | None] = field(default_factory=dict)
     declared: set[Site] = field(default_factory=set)
+    alike: set[tuple[str, str, str]] = field(default_factory=set)
+    split: set[tuple[str, str]] = field(default_factory=set)
     contested: set[tuple[Site, str]] = field(default_factory=set)
     changed: bool = False
     _turns: dict[tuple[Site, str], int] = field(default_factory=dict)

@@ -41,7 +41,7 @@ class Editing(TorchFunctionMode):
 
     def __init__(self, edits: Mapping[int, BoundEdit]) -> None:
         super().__init__()
-        self.edits, self.ordinal, self.asleep = edits, 0, 0
+        self.edits, self.ordinal, self.asleep, self.children = edits, 0, 0, 0
 
     def __enter__(self) -> Editing:
         Editing.running.append(self)
@@ -90,6 +90,19 @@ class Editing(TorchFunctionMode):
             return edit.run(func, args, kwargs)
         return func(*args, **kwargs)
 
+    def handing_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the next call of another module, redistributed."""
+        self.children += 1
+        edit = self.edits.get(-self.children)
+        if edit is None:
+            return args, kwargs
+        leaves, structure = compat.flatten((args, kwargs))
+        with self.quiet():
+            for index, convert in edit.converts:
+                leaves[index] = convert(leaves[index])
+        handed: tuple[tuple[Any, ...], dict[str, Any]] = compat.unflatten(leaves, structure)
+        return handed
+
     def _other_branch(self, name: str, edit: BoundEdit) -> PlanError:
         path = Editing.paths.get(id(self.edits), "")
         return PlanError(
@@ -100,13 +113,17 @@ class Editing(TorchFunctionMode):
 
 
 def sleeping(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` of a child module with its caller's edits off: hooks and code of the child are not the caller's calls."""
+    """`call(module, ...)` of a child module with its caller's edits off, but for those of what it is handed: hooks and code
+    of the child are not the caller's calls."""
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not Editing.running:
             return call(*args, **kwargs)
         mode = Editing.running[-1]
+        if not mode.asleep:
+            handed, kwargs = mode.handing_over(args[1:], kwargs)
+            args = (args[0], *handed)
         if compat.current_function_mode() is mode:
             # Taken off the stack, it costs the child nothing.
             mode.__exit__(None, None, None)

@@ -1,0 +1,56 @@
+"""Whether a program is fit to be compared: finite, not so ill-conditioned that rounding shows, and with a loss."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from meshplan.verify.simulate import run_single
+
+LARGE = 1e6
+NOISE, UNSTABLE = (
+    1e-13,
+    1e-10,
+)  # relative noise in what goes in, and the change of a gradient from which it says nothing
+
+
+def finite(single: nn.Module, batch: dict[str, Tensor], seed: int) -> bool:
+    """Whether every result (but for the infinities of masks) and every gradient of one device is an ordinary number."""
+    run, _ = run_single(single, batch, seed)
+    made = [o for e in run.log.entries for o in e.outs if o.is_floating_point() and "empty" not in e.name]
+    grads = [g for e in run.log.entries for g in e.grads.values()] + list(run.grads.values())
+    return all(bool(g.isfinite().all()) for g in grads) and not any(bool(o.isnan().any()) or _large(o) for o in made)
+
+
+def _large(t: Tensor) -> bool:
+    held = t[t.isfinite()]
+    return bool(held.numel()) and float(held.abs().max()) > LARGE
+
+
+def unstable(single: nn.Module, batch: dict[str, Tensor], seed: int) -> bool:
+    """Whether noise in parameters and inputs, of the size of rounding, moves a gradient by much more."""
+    moved, generator = copy.deepcopy(single), torch.Generator().manual_seed(1)
+
+    def noisy(t: Tensor) -> Tensor:
+        return t * (1 + NOISE * torch.randn(t.shape, generator=generator, dtype=t.dtype))
+
+    with torch.no_grad():
+        for p in moved.parameters():
+            p.copy_(noisy(p))
+    near = {name: noisy(t) if t.is_floating_point() else t for name, t in batch.items()}
+    one, other = run_single(single, batch, seed)[0].grads, run_single(moved, near, seed)[0].grads
+    scale = max((float(g.abs().max()) for g in one.values() if g.numel()), default=1.0)
+    return any(
+        float((g - other[name]).abs().max()) > UNSTABLE * max(float(g.abs().max()), 1e-6 * scale)
+        for name, g in one.items() if g.numel()
+    )  # fmt: skip
+
+
+def scalar_loss(single: nn.Module, batch: dict[str, Tensor]) -> Tensor | None:
+    """The first 0-dim result."""
+    with torch.no_grad():
+        out = single(**batch)
+    found = list(out.values()) if isinstance(out, dict) else list(out) if isinstance(out, tuple) else [out]
+    return next((o for o in found if isinstance(o, Tensor) and o.dim() == 0), None)

@@ -1,0 +1,267 @@
+"""What the fuzzer found, made short: each was wrong, crashed, hung, or was refused though the plan has a meaning."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshplan as mp
+from meshplan.compiler.check_shrink import _Lengths
+from meshplan.compiler.compile import compile_core
+from meshplan.mesh.spec import MeshSpec
+from meshplan.verify.aligned import align
+
+S, R = mp.S, mp.R
+
+
+def agrees(model: nn.Module, shapes: dict[str, tuple[int, ...]], mesh: dict[str, int], *rules: mp.Rule, **rest) -> None:
+    """The plan on simulated ranks gives the single device's results and gradients; floating inputs, rows over dp."""
+    place = {"dp": S(0)} if len(mesh) > ("tp" in mesh) else {}
+    inputs = {name: mp.Input(shape, torch.float64, rest.pop("place", place)) for name, shape in shapes.items()}
+    world = 1
+    for n in mesh.values():
+        world *= n
+    align(model.double(), mp.Plan(mesh=mesh, inputs=inputs, rules=rules, **rest), world, check="values")
+
+
+class Squares(nn.Module):
+    """A module and the mean square of what it makes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).square().mean()
+
+
+def test_a_mean_over_a_dim_that_two_axes_split_unevenly():
+    # 2 rows over 2 x 2 ranks: a rank without rows has no mean.
+    rule = mp.Rule("inner", output={"tp": S(0)})
+    agrees(Squares(nn.Linear(3, 4)), {"x": (2, 3)}, {"dp_shard": 2, "tp": 2}, rule)
+
+
+@pytest.mark.parametrize("bias", [S(0), R])
+def test_a_weight_of_fused_parts_beside_a_bias_in_one_piece(bias):
+    params = {"weight": {"tp": S(0, [4, 4])}, "bias": {"tp": bias}}
+    agrees(Squares(nn.Linear(3, 8)), {"x": (5, 3)}, {"tp": 2}, mp.Rule("inner", params=params))
+
+
+LAYERS = [
+    (nn.LayerNorm([4, 6]), "weight", 0), (nn.LayerNorm([4, 6]), "bias", 1), (nn.GroupNorm(2, 4), "weight", 0),
+    (nn.Conv1d(4, 4, 3, groups=4), "weight", 2), (nn.BatchNorm1d(4).eval(), "bias", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layer", "name", "dim"), LAYERS, ids=str)
+def test_a_parameter_split_where_no_shard_can_compute_is_gathered(layer, name, dim):
+    agrees(Squares(layer), {"x": (3, 4, 6)}, {"tp": 2}, mp.Rule("inner", params={name: {"tp": S(dim)}}))
+
+
+def test_a_weight_and_a_bias_split_along_different_dims():
+    params = {"weight": {"tp": S(1)}, "bias": {"tp": S(0)}}
+    agrees(Squares(nn.Linear(6, 5)), {"x": (3, 6)}, {"tp": 3}, mp.Rule("inner", params=params))
+
+
+class Batchwise(nn.Module):
+    """Something that needs every row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).softmax(0).square().sum()
+
+
+@pytest.mark.parametrize("mesh", [{"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
+def test_a_dim_that_two_axes_split_becomes_whole(mesh):
+    rules = [mp.Rule("inner", output={"tp": S(0)})] if "tp" in mesh else []
+    agrees(Batchwise(), {"x": (4, 3)}, mesh, *rules)
+
+
+class Disagreeing(nn.Module):
+    """Three uses of one input, each best off with another layout of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.w = nn.Linear(4, 6), nn.Linear(4, 6), nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a(x) * (x @ self.w)).square().sum() + self.b(x).amax(1).sum() + x.softmax(-1).sum()
+
+
+@pytest.mark.parametrize("declared", [S(0), S(1), S(2), R])
+def test_uses_that_disagree_about_the_layout_of_an_input(declared):
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Disagreeing()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.tanh())
+
+    rules = [mp.Rule("inner", params={"w": {"tp": S(1)}}, input={"x": {"tp": declared}})]
+    rules += [mp.Rule("inner.a", params={"weight": {"tp": S(1)}}), mp.Rule("inner.b", params={"weight": {"tp": S(0)}})]
+    agrees(Outer(), {"x": (2, 3, 4)}, {"tp": 2}, *rules)
+
+
+class Normed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (1 + x.norm(dim=-1, keepdim=True))
+
+
+class Stack(nn.Module):
+    """Equal layers, of which only the first is handed shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+        self.layers = nn.ModuleList(Normed() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def test_equal_layers_do_not_repeat_what_only_the_first_had_to_gather():
+    plan = mp.Plan(
+        mesh={"tp": 2}, inputs={"x": mp.Input((3, 4), torch.float64)},
+        rules=[mp.Rule("up", params={"weight": {"tp": S(0)}, "bias": {"tp": S(0)}})],
+    )  # fmt: skip
+    folded, whole = (compile_core(Stack().double(), plan, MeshSpec((("tp", 2),)), fold=fold) for fold in (True, False))
+    moved = [[(b.site, b.move) for b in core.program.boundaries] for core in (folded, whole)]
+    assert moved[0] == moved[1] and [s.module for s, _ in moved[0] if s.side == "input"] == ["layers.0"]
+    align(Stack().double(), plan, 2)
+
+
+class Causal(nn.Module):
+    """A mask made at the rank's own sizes, on both of its dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return ((h @ h.mT).masked_fill(hidden, float("-inf")).softmax(-1) @ h).square().sum()
+
+
+def test_a_square_mask_of_the_length_of_a_split_sequence():
+    agrees(Causal(), {"x": (2, 4, 4)}, {"tp": 2}, mp.Rule("", input={"x": {"tp": S(1)}}), place={"tp": S(1)})
+
+
+def test_small_relatives_of_a_length_that_leaves_a_rank_empty_run_out():
+    lengths = _Lengths(SimpleNamespace(degree=3), 3)  # type: ignore[arg-type]
+    assert [lengths.pick(n) for n in (4, 2, 8, 4)] == [4, 2, 8, 4]
+
+
+class Written(nn.Module):
+    """A whole buffer that shards are added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(4, 4).double()
+        total += self.inner(x)
+        return total.square().sum()
+
+
+def test_shards_added_in_place_to_what_is_whole():
+    agrees(Written(), {"x": (4, 3)}, {"tp": 2}, mp.Rule("inner", use="colwise"))
+
+
+def test_gathered_again_after_a_move_on_another_axis():
+    rules = [mp.Rule("inner", output={"tp": S(0)}), mp.Rule("norm", params={"weight": {"tp": S(0)}})]
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.norm = nn.Linear(3, 4), nn.GroupNorm(1, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.inner(x)).square().sum()
+
+    recompute = {"units": ["norm"], "policy": "none", "gather": "regather"}
+    agrees(Two(), {"x": (4, 3)}, {"dp_shard": 2, "tp": 2}, *rules, recompute=recompute)
+
+
+class TwiceBiased(nn.Module):
+    """A row-split projection whose bias is used once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) * (1 + self.bias)
+
+
+def test_a_bias_that_is_a_summand_in_one_call_and_whole_in_another():
+    agrees(Squares(TwiceBiased()), {"x": (3, 4)}, {"tp": 2}, mp.Rule("inner", params={"weight": {"tp": S(1)}}))
+
+
+class Reaching(nn.Module):
+    """A weight that its own module uses whole, and the model on shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        return F.linear(h.tanh(), self.inner.weight).square().sum() + h.sum()
+
+
+def test_a_weight_used_whole_by_its_module_and_on_shards_by_another():
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reaching, self.split = Reaching(), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.reaching.inner(x)
+            return F.linear(self.split(h.tanh()), self.reaching.inner.weight).square().sum()
+
+    agrees(Outer(), {"x": (4, 4)}, {"tp": 2}, mp.Rule("split", output={"tp": S(0)}))
+
+
+class Shared(nn.Module):
+    """One module, called with what is split, with what is whole, and with a partial sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.shared = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return (self.shared(h) * self.shared(x) + self.shared(self.down(h))).square().sum()
+
+
+@pytest.mark.parametrize("weight", [S(0), S(1), R])
+def test_calls_of_one_module_that_are_handed_different_layouts(weight):
+    rules = [mp.Rule("up", use="colwise"), mp.Rule("down", params={"weight": {"tp": S(1)}}, output={"tp": S(1)})]
+    agrees(Shared(), {"x": (3, 4)}, {"tp": 2}, *rules, mp.Rule("shared", params={"weight": {"tp": weight}}))
+
+
+def test_results_whose_gradient_is_nothing_or_zero():
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.inner(x)
+            kept, _ = h.sort(-1)
+            return (kept - kept).sum() + torch.stack([h, h])[:0].sum()
+
+    agrees(Flat(), {"x": (3, 4)}, {"tp": 2}, mp.Rule("inner", use="colwise"))
