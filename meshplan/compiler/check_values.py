@@ -68,7 +68,11 @@ def refute(use: Use, seed: int = 0) -> Refuted | None:
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         tensors = _numbers(use, generator, positive=False)
-        one = _one_device(use, tensors, None)
+        try:
+            one = _one_device(use, tensors, None)
+        except (RuntimeError, IndexError):  # an index into a dim of length 1
+            tensors = _numbers(use, generator, positive=False, shortest=1)
+            one = _one_device(use, tensors, None)
         if not all(torch.isfinite(o).all() for o in one.outs if o.is_floating_point()):
             tensors = _numbers(use, generator, positive=True)
             one = _one_device(use, tensors, None)
@@ -195,9 +199,9 @@ def _operator(
 # -- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def _numbers(use: Use, generator: torch.Generator, positive: bool) -> list[Tensor]:
-    sizes = [s for spec in use.tensors for s in spec.shape if s > 1]
-    # Integers may be indices into any dim.
+def _numbers(use: Use, generator: torch.Generator, positive: bool, shortest: int = 2) -> list[Tensor]:
+    sizes = [s for spec in use.tensors for s in spec.shape if s >= shortest]
+    # Integers may be indices into any dim of at least this length.
     limit = min(sizes, default=2)
     made: list[Tensor] = []
     for spec in use.tensors:

@@ -52,6 +52,10 @@ def test_a_call_that_is_nan_on_normal_numbers_is_checked_on_positive_ones() -> N
     assert refute(use(torch.log, f(4, 6), ins=[P], outs=[P], n=2)) is not None
 
 
+def test_indices_into_a_dim_of_one_are_all_its_only_one() -> None:
+    assert refute(use(torch.gather, f(6, 1), 1, ids(6, 3), ins=[S0, S0], outs=[S0], n=2)) is None
+
+
 def test_the_random_state_is_left_alone() -> None:
     before = torch.random.get_rng_state()
     refute(use(F.dropout, f(4, 6), 0.5, True, ins=[S0], outs=[S0], n=2, operator="dropout"))
