@@ -16,6 +16,12 @@ import meshplan
 from meshplan.errors import PlanError
 
 
+SMALL = """
+In the example, `Mlp` is a model with `up`, 8 features to 6, and `down` back to 8, called with `x`; and `plan(*rules)` is
+a plan for it on `tp: 2`.
+"""
+
+
 @cache
 def folder() -> Path:
     """Where the pages are: inside the installed package, or beside it in a source tree."""
@@ -42,7 +48,8 @@ def page(code: str) -> str:
             code="no-such-code",
             legal=difflib.get_close_matches(name, known, n=3) or "`meshplan explain-error`, which lists all codes",
         )
-    return (folder() / f"{name}.md").read_text(encoding="utf-8")
+    text = (folder() / f"{name}.md").read_text(encoding="utf-8")
+    return text + SMALL if "Mlp" in text else text
 
 
 def register(app: typer.Typer) -> None:
