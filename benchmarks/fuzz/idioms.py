@@ -226,7 +226,7 @@ def table(s: Scope) -> None:
                     f"F.embedding({i} % 6, {w})",
                     f"{w}.index_select(0, ({i} % 6).flatten()).view(*{i}.shape, -1)",
                 ]
-            )  # fmt: skip
+            )
         )
 
 

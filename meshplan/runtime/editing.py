@@ -19,6 +19,9 @@ from meshplan.compiler.capture import is_recorded, name_of
 from meshplan.errors import PlanError, Where
 
 
+_MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
+
+
 @dataclass(frozen=True)
 class BoundEdit:
     """An edit bound to this rank: see `meshplan.compiler.edits.Edit`."""
@@ -66,6 +69,9 @@ class Editing(TorchFunctionMode):
         if self.asleep:
             return func(*args, **kwargs)
         edit = self.edits.get(self.ordinal)
+        if edit is not None and _MIRRORED.get(name_of(func)) == edit.func:
+            # Python asks the right operand first where that is a Parameter and the left a plain tensor.
+            func, args = getattr(Tensor, edit.func), args[::-1]
         if edit is not None and name_of(func) == edit.func:
             self.ordinal += 1
             return self._apply(edit, func, args, kwargs)

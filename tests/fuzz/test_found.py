@@ -265,3 +265,18 @@ def test_results_whose_gradient_is_nothing_or_zero():
             return (kept - kept).sum() + torch.stack([h, h])[:0].sum()
 
     agrees(Flat(), {"x": (3, 4)}, {"tp": 2}, mp.Rule("inner", use="colwise"))
+
+
+class Compared(nn.Module):
+    """A plain tensor compared with a parameter, which Python turns around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.floor = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > self.floor, x, self.floor).square().sum()
+
+
+def test_a_comparison_that_python_asks_of_the_parameter():
+    agrees(Compared(), {"x": (4, 3)}, {"dp_shard": 2})
