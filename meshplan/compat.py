@@ -386,8 +386,11 @@ def returns_gradient(p: torch.Tensor) -> bool:
     """
     if not p.requires_grad:
         return False
+    # Not `get_gradient_edge`: it takes a view, and a DTensor cut part by part has sizes that no view fits.
+    with torch.enable_grad():
+        node = torch.ops.aten.alias(p).grad_fn.next_functions[0][0]
     try:
-        torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(p).node)
+        torch._C._will_engine_execute_node(node)
     except RuntimeError:
         return True
     return False

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Fused(nn.Module):
-    """Attention with one q|k|v projection cut by `split` into unequal parts (grouped queries), and a gate|up MLP cut by `chunk`."""
+    """Attention with one q|k|v projection split into unequal parts (grouped queries), and a gate|up MLP cut by `chunk`."""
 
     def __init__(self, dim: int = 24, heads: int = 4, kv: int = 2, hidden: int = 28) -> None:
         super().__init__()
