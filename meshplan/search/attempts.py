@@ -27,6 +27,9 @@ from meshplan.search.write import rules_of
 
 ATTEMPTS = 12
 """Solutions lowered at most; then the axis is left without a split parameter."""
+SLACK = 1.05
+"""Without a memory bound, a rank holds at most this many times the least parameter bytes: what small parameters would cost to
+split is then left to communication to decide."""
 CLOSE = 1.02
 """How much longer than the solution says the lowered plan's collectives may take before gathers are written out too."""
 
@@ -91,10 +94,14 @@ class Search:
         )
 
     def run(self, limits: Limits, seconds: float, gap: float) -> Attempt:
-        """The best plan that lowers. Raises PlanError where not even the model without a split parameter does."""
+        """The best plan that lowers. Without a bound on bytes in `limits` a rank may hold `SLACK` times the least. Raises
+        PlanError where not even the model without a split parameter does."""
         refused: list[PlanError] = []
         for _ in range(ATTEMPTS):
-            choice = self.problem(limits).solve(seconds, gap)
+            problem = self.problem(limits)
+            if limits.bytes is None:
+                problem.bound(SLACK * problem.least_bytes(seconds, gap))
+            choice = problem.solve(seconds, gap)
             try:
                 found = self._lowered(choice)
                 return replace(found, refused=refused)
@@ -143,10 +150,10 @@ class Search:
         nodes = self.traced.program.nodes
         calls = {n for n, node in enumerate(nodes) if _nameless(node.call.module) == here} - limits.calls
         if calls:
-            return replace(limits, calls=limits.calls | calls, bytes=None)
+            return replace(limits, calls=limits.calls | calls)
         below = {n for n, node in enumerate(nodes) if _nameless(node.call.module).startswith(f"{here}.")} - limits.calls
         if here and below:
-            return replace(limits, calls=limits.calls | below, bytes=None)
+            return replace(limits, calls=limits.calls | below)
         return None
 
 

@@ -27,9 +27,6 @@ from meshplan.search.trace import Traced, traced
 
 UPDATE = 14.0
 """Bytes an AdamW step moves for each byte of a bf16 parameter: itself, its gradient, two float32 moments, most of them twice."""
-SLACK = 1.05
-"""Without a memory bound, a rank holds at most this many times the least parameter bytes: what small parameters would cost to
-split is then left to communication to decide."""
 GAP = 1e-3
 """Relative gap to the proved bound at which the solver may stop."""
 
@@ -102,9 +99,8 @@ def derive(
             return Attempt(base, lower(model, base, spec.world_size, given), None)
         with mode, torch.device("cpu"):
             search = Search(model, base, given, spec, program, batched, machine)
-            limits = Limits(sequence=sequence, seconds_per_byte=_upkeep(spec, machine))
-            bound = memory if memory is not None else SLACK * search.problem(limits).least_bytes(seconds, 1e-6)
-    found = search.run(replace(limits, bytes=bound), seconds, GAP)
+            limits = Limits(sequence=sequence, bytes=memory, seconds_per_byte=_upkeep(spec, machine))
+    found = search.run(limits, seconds, GAP)
     found = replace(found, whole=kept_whole(program.program, found.choice) if found.choice else [])
     return replace(found, plan=replace(found.plan, note=header(found, spec)))
 

@@ -254,7 +254,11 @@ class AxisProblem:
                     self.held[self.y[v][kind]] = self._bytes(v, kind)
             self.problem.row(dict.fromkeys(self.y[v].values(), 1.0), 1, 1)
         if self.limits.bytes is not None:
-            self.problem.row(dict(self.held), 0, self.limits.bytes)
+            self.bound(self.limits.bytes)
+
+    def bound(self, nbytes: float) -> None:
+        """Let a rank hold at most so many bytes of parameters."""
+        self.problem.row(dict(self.held), 0, nbytes)
 
     def _bytes(self, v: int, kind: Kind) -> float:
         value = self.program.values[v]

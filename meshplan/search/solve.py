@@ -71,8 +71,9 @@ class Problem:
             return found
         return replace(other, objective=objective, bound=found.bound if found is not None else other.objective)
 
-    def solve(self, seconds: float, gap: float) -> Solution:
-        """The best values found within `seconds`, to a relative `gap`. Raises PlanError `no-plan` if there are none."""
+    def solve(self, seconds: float, gap: float, longer: bool = True) -> Solution:
+        """The best values found within `seconds`, to a relative `gap`; if there are none yet, four times as long is tried.
+        Raises PlanError `no-plan` if there are none even then."""
         at = [(r, c, w) for r, (terms, _, _) in enumerate(self._rows) for c, w in terms.items()]
         rows, columns, weights = zip(*at, strict=True) if at else ((), (), ())
         matrix = csr_matrix((weights, (rows, columns)), shape=(len(self._rows), len(self.cost)))
@@ -86,6 +87,8 @@ class Problem:
             ),
             options={"time_limit": seconds, "mip_rel_gap": gap},
         )
+        if found.x is None and found.status == 1 and longer:
+            return self.solve(4 * seconds, gap, False)
         if found.x is None:
             raise PlanError(
                 "no placement satisfies the memory bound and what the operations allow" if found.status == 2
