@@ -9,11 +9,13 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshplan.compat import TorchDispatchMode, storage_key
+from meshplan.errors import PlanError
 
 Init = Callable[[nn.Module], object]
 
@@ -87,24 +89,59 @@ def initialisers(root: nn.Module, init: Init | None = None) -> list[Initialiser]
 
     `applied` is `init` if given; else the `_init_weights(module)` of the nearest ancestor (the module itself included)
     that has one. This is the convention of transformers, where each sub-model initialises its own part, and of much
-    code written after GPT-2.
+    code written after GPT-2. PEFT's low-rank layers initialise their pairs themselves, as their configuration says: the
+    model that they were put into would draw B, which starts at zero.
     """
     found: list[Initialiser] = []
     seen: set[nn.Module] = set()
+    configurations = getattr(root, "peft_config", None) or {}
 
     def visit(module: nn.Module, path: str, inherited: Init | None) -> None:
         if module in seen:
             return
         seen.add(module)
         hook = init or _init_weights_of(module) or inherited
+        pairs = _low_rank_pairs(module) if init is None else {}
         for name, child in module.named_children():
+            if name in pairs:
+                seen.update(child.modules())
             visit(child, f"{path}.{name}" if path else name, hook)
+        if pairs:
+            found.append(Initialiser(clean_path(path), module, _resets(module, pairs, configurations), None))
+            return
         default = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         applied = None if hook is None else _bind(hook, module)
         found.append(Initialiser(clean_path(path), module, default if callable(default) else None, applied))
 
     visit(root, "", None)
     return found
+
+
+def _low_rank_pairs(module: nn.Module) -> dict[str, nn.Module]:
+    """The children of a PEFT layer that hold its low-rank pairs, by name; none for any other module."""
+    if not callable(getattr(module, "reset_lora_parameters", None)):
+        return {}
+    return {name: child for name, child in module.named_children() if name.startswith("lora_")}
+
+
+def _resets(module: Any, pairs: dict[str, nn.Module], configurations: Any) -> Callable[[], object]:
+    adapters = sorted(
+        {name for child in pairs.values() if isinstance(child, nn.ModuleDict | nn.ParameterDict) for name in child}
+    )
+
+    def reset() -> None:
+        for name in adapters:
+            how = getattr(configurations.get(name), "init_lora_weights", True)
+            try:
+                module.reset_lora_parameters(name, how)
+            except ValueError as error:
+                raise PlanError(
+                    f"the adapter {name!r} starts as {how!r}, which takes the base weights",
+                    code="no-initialiser",
+                    legal="a model with weights, or init_lora_weights=True or 'gaussian'",
+                ) from error
+
+    return reset
 
 
 def _bind(hook: Init, module: nn.Module) -> Callable[[], object]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import meshplan as mp
+from meshplan.runtime.meta import materialise
 from tests.distributed.models import BATCH, FAMILIES, SEQ, hf, world_of
 from tests.distributed.training import apart, batch, built, full
 
@@ -172,3 +173,36 @@ def test_a_rewritten_plan_keeps_one_rule_where_all_modules_read_alike():
     }
     assert plan.fsdp is not None and plan.fsdp.units == ("base_model.model.model.layers.*",)
     assert plan.inputs == {n: mp.Input(shape=(BATCH, SEQ), dtype=torch.int64, place={"dp": mp.S(0)}) for n in tokens()}
+
+
+def _from_meta(composition: str | None) -> dict[str, Tensor]:
+    config = peft.LoraConfig(r=3, target_modules=TARGETS["llama"])
+    model = mp.meta(lambda: peft.get_peft_model(hf("llama"), config))
+    if composition is None:
+        materialise(model, "cpu")
+        mp.init_weights(model, 4)
+    else:
+        model = mp.parallelize(model, plan_of("llama", composition, model), seed=4)
+    return {n: full(p) for n, p in model.named_parameters()}
+
+
+def test_adapters_of_a_meta_model_start_as_peft_starts_them(pool):
+    want = _from_meta(None)
+    ups = {n for n in want if "lora_B" in n}
+    assert len(ups) == 10 and all(want[n].count_nonzero() == 0 for n in ups)
+    for name in want:
+        if "lora_A" in name:  # uniform up to 1 / sqrt(inputs), as nn.Linear is
+            bound = want[name].shape[1] ** -0.5
+            assert 0.8 * bound < want[name].abs().max() <= bound
+    for got in pool.run(_from_meta, "dp_shard2 x tp2+sp"):
+        assert all(torch.equal(got[n], t) for n, t in want.items())
+
+
+def test_a_start_that_needs_the_base_weights_is_refused_on_meta():
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights="gaussian")
+    model = mp.meta(lambda: peft.get_peft_model(hf("llama"), config))
+    model.peft_config["default"].init_lora_weights = "pissa"
+    materialise(model, "cpu")
+    with pytest.raises(mp.PlanError) as refused:
+        mp.init_weights(model, 0)
+    assert refused.value.code == "no-initialiser"
