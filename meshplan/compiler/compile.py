@@ -13,7 +13,7 @@ from meshplan import compat
 from meshplan.compiler.bind import Bound, bind
 from meshplan.compiler.capture import ModuleHooks, Trace, capture, tensors_in
 from meshplan.compiler.check import CHECKS, Checked, check_uses
-from meshplan.compiler.examples import Example, example_inputs
+from meshplan.compiler.examples import Example, by_name, example_inputs
 from meshplan.compiler.expand import expand_repeats
 from meshplan.compiler.few_heads import SplitNeeded, split_spec, sub_axes, with_copies
 from meshplan.compiler.foldable import foldable, heard_inside
@@ -77,7 +77,7 @@ def compile_core(
     refuse_unlowered(plan, spec)
     if check not in CHECKS:
         raise PlanError(f"check={check!r}", code="bad-check", legal=list(CHECKS))
-    bound = bind(plan, model, degrees=dict(spec.axes), given=tuple(inputs or ()))
+    bound = bind(plan, model, degrees=dict(spec.axes), given=tuple(by_name(model, inputs)))
     groups = abstract_groups(spec, rank)
     axes = [Axis(name, groups.group(name), name in DATA_AXES) for name, n in spec.axes if n > 1 and name != "pp"]
     if axes:
@@ -89,7 +89,11 @@ def compile_core(
     with fake_world() as mode:
         whole = spec
         while True:
-            spec = split_spec(whole, kinds, axes, bound.params)
+            halved = split_spec(whole, kinds, axes, bound.params)
+            if halved is None:  # two axes in turn would cut another parameter elsewhere: heads are gathered
+                kinds = {name: _param_kinds(bound, name, axes) for name in bound.params}
+                axes = [replace(axis, copies=False) for axis in axes]
+            spec = halved or whole
             try:
                 trace, result, settled = _settled(
                     model, mode, bound, spec, rank, axes, examples, kinds, fold, precision
@@ -254,7 +258,7 @@ def _one_pass(
     run = Propagation(trace, axes, declared, owners, holders, decisions, Chooser(trace, groups))
     heard = run.result.timeline.heard
     run.axes = [
-        Axis(a.name, type(a.group)(a.group.axis, a.group.size, a.group.rank, None, heard), a.data) for a in axes
+        replace(a, group=type(a.group)(a.group.axis, a.group.size, a.group.rank, None, heard)) for a in axes
     ]
     run.chooser.groups = abstract_groups(spec, rank, heard)
     number = 0

@@ -16,7 +16,6 @@ from meshplan.compiler.bind import BoundParam
 from meshplan.compiler.kinds import Kind
 from meshplan.compiler.layout import Axis
 from meshplan.compiler.rules.views import dim_groups
-from meshplan.errors import PlanError
 from meshplan.mesh.spec import MeshSpec
 from meshplan.plan.placements import Shard
 from meshplan.runtime.comm import chunk_sizes
@@ -49,7 +48,9 @@ def needed(name: str, x: Tensor, out: Tensor, kind: Kind, axis: Axis, source: fr
         kind: of the input on `axis`.
         source: the sharded parameters that `x` has its shards from.
     """
-    if name not in VIEWS or axis.data or not source or not isinstance(kind, Shard) or kind.parts or kind.copies > 1:
+    if not axis.copies or axis.data or name not in VIEWS:
+        return None
+    if not source or not isinstance(kind, Shard) or kind.parts or kind.copies > 1:
         return None
     for left, right in dim_groups(tuple(x.shape), tuple(out.shape)) or []:
         heads = out.shape[right[0]]
@@ -69,12 +70,9 @@ def sub_axes(axis: str) -> tuple[str, str]:
 
 def split_spec(
     spec: MeshSpec, kinds: Mapping[str, list[Kind]], axes: list[Axis], params: Mapping[str, BoundParam]
-) -> MeshSpec:
-    """`spec` with every axis on which some parameter has copies seen as two.
-
-    Raises PlanError: `uneven-beside-copies` for a parameter that the axis cuts unevenly or part by part, since the two axes
-    in turn would cut it elsewhere.
-    """
+) -> MeshSpec | None:
+    """`spec` with every axis on which some parameter has copies seen as two; None where an axis cuts another parameter
+    unevenly or part by part, since the two axes in turn would cut it elsewhere."""
     for k, axis in enumerate(axes):
         copies = {kind[k].copies for kind in kinds.values() if isinstance(kind[k], Shard)} - {1}  # type: ignore[union-attr]
         if copies:
@@ -86,11 +84,7 @@ def split_spec(
                 if isinstance(shard, Shard) and not _cut_alike(
                     shard, params[name].shape[shard.dim], axis.degree // n, n
                 ):
-                    raise PlanError(
-                        f"{name} {list(params[name].shape)} is not cut evenly by {axis.name} {axis.degree}, which few heads make "
-                        f"{axis.degree // n} x {n} ranks", code="uneven-beside-copies", where=params[name].where,
-                        module=name.rpartition(".")[0], legal=f"sizes that {axis.degree} divides, or R for this parameter",
-                    )  # fmt: skip
+                    return None
     return spec
 
 

@@ -17,6 +17,7 @@ class Axis:
     name: str
     group: AxisGroup
     data: bool  # dp_replicate, dp_shard, cp: gradients are averaged over it, outputs stay sharded on it
+    copies: bool = True  # whether heads that are fewer than its ranks are copied to several; else they are gathered
 
     @property
     def degree(self) -> int:

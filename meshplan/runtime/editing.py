@@ -18,7 +18,6 @@ from meshplan import compat
 from meshplan.compiler.capture import is_recorded, name_of
 from meshplan.errors import PlanError, Where
 
-
 _MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 
 

@@ -9,6 +9,7 @@ import torch
 
 import meshplan as mp
 from meshplan.models.llama import Llama, LlamaConfig
+from meshplan.verify.aligned import align
 
 
 def llama(kv: int = 2, vocab: int = 36) -> Llama:
@@ -62,12 +63,12 @@ def test_training_equals_one_device(pool, kv, tp):
     assert receipt.passed, str(receipt)
 
 
-def test_sizes_that_two_axes_cut_elsewhere_than_one_are_refused():
+def test_heads_are_gathered_beside_sizes_that_two_axes_cut_elsewhere_than_one():
     # 37 over 4 is 10 + 10 + 10 + 7; over 2 and then 2 it is 19 + 18, hence 10 + 9 + 9 + 9.
-    with pytest.raises(mp.PlanError) as refused:
-        mp.lower(llama(vocab=37), plan(4), 4)
-    assert refused.value.code == "uneven-beside-copies"
-    assert refused.value.module in ("tok_embeddings", "output")
+    model = llama(vocab=37)
+    core = mp.lower(model, plan(4), 4).core
+    assert core.params["layers.0.attention.wk.weight"].reduce == () and "tp_rep" not in core.spec.names
+    align(model, plan(4), 4)
 
 
 def test_uneven_sizes_that_are_cut_alike_are_exact(pool):

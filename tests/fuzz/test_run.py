@@ -14,7 +14,7 @@ from benchmarks.fuzz.draw import case_of, draw
 from benchmarks.fuzz.oracle import judge
 from benchmarks.fuzz.shrink import shrink
 
-CASES = int(os.environ.get("FUZZ_CASES", "60"))
+CASES = int(os.environ.get("FUZZ_CASES", "40"))
 SEED = 1
 
 
@@ -52,7 +52,7 @@ def test_a_case_is_the_same_wherever_it_is_drawn_and_its_script_reproduces_it():
 def test_a_case_is_made_short_while_it_stays_what_it_is():
     cases = (case_of(SEED, n) for n in range(40))
     case = next(c for c in cases if c is not None and ".softmax(" in c.source() and len(c.source()) > 1000)
-    small = shrink(case, lambda c: ".softmax(" in c.source())
+    small = shrink(case, lambda c: ".softmax(" in c.source(), tries=100)
     assert ".softmax(" in small.source() and len(small.source()) < len(case.source())
     assert not small.plan.get("rules")
     small.built()(**small.batch())
