@@ -15,7 +15,6 @@ from rich.markdown import Markdown
 import meshplan
 from meshplan.errors import PlanError
 
-
 SMALL = """
 In the example, `Mlp` is a model with `up`, 8 features to 6, and `down` back to 8, called with `x`; and `plan(*rules)` is
 a plan for it on `tp: 2`.

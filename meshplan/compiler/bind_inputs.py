@@ -39,8 +39,10 @@ def bind_inputs(
             )
         out[target] = _checked(target, item, plan, known)
     covered = {name.partition(".")[0] for name in out} | set(given)
+    for name in given:
+        arguments.resolve(name, where=None, module="")
     missing = [name for name in arguments.required if name not in covered]
-    if out and missing:
+    if (out or given) and missing:
         raise PlanError(
             f"forward needs {', '.join(map(repr, missing))}, which the plan's inputs leave out",
             code="missing-input",

@@ -287,3 +287,20 @@ def test_tensors_in_a_container_are_cast_and_one_that_nobody_knows_is_refused(po
     refused(TakesBatch, mp.Plan(mesh=DP, inputs={"batch": mp.Input()}), "argument-state", inputs=unknown)
     (a, want), (b, _) = pool.run(half_precision, world=2)
     assert (a + b) / 2 == pytest.approx(want, rel=2e-2) and a != want
+
+
+@pytest.mark.parametrize(
+    ("examples", "code"),
+    [
+        ({"tokenz": torch.zeros(4, 5, dtype=torch.int64)}, "no-such-argument"),
+        ({"positions": torch.zeros(4, 5, dtype=torch.int64)}, "missing-input"),
+        ([torch.zeros(4, 5, dtype=torch.int64)] * 2, "more-layouts-than-inputs"),
+    ],
+)
+def test_examples_that_forward_cannot_be_called_with_are_refused(examples, code):
+    refused(Keywords, plan_of({}), code, inputs=examples)
+
+
+def test_a_tensor_alone_is_the_first_input():
+    low = mp.lower(Keywords(), plan_of({}), 2, torch.zeros(4, 5, dtype=torch.int64))
+    assert "tokens" in low.explain()
