@@ -30,7 +30,7 @@ def _large(t: Tensor) -> bool:
 
 
 def unstable(single: nn.Module, batch: dict[str, Tensor], seed: int) -> bool:
-    """Whether noise in parameters and inputs, of the size of rounding, moves a gradient by much more."""
+    """Whether noise in parameters and inputs, of the size of rounding, moves a result or a gradient by much more."""
     moved, generator = copy.deepcopy(single), torch.Generator().manual_seed(1)
 
     def noisy(t: Tensor) -> Tensor:
@@ -40,12 +40,18 @@ def unstable(single: nn.Module, batch: dict[str, Tensor], seed: int) -> bool:
         for p in moved.parameters():
             p.copy_(noisy(p))
     near = {name: noisy(t) if t.is_floating_point() else t for name, t in batch.items()}
-    one, other = run_single(single, batch, seed)[0].grads, run_single(moved, near, seed)[0].grads
-    scale = max((float(g.abs().max()) for g in one.values() if g.numel()), default=1.0)
-    return any(
-        float((g - other[name]).abs().max()) > UNSTABLE * max(float(g.abs().max()), 1e-6 * scale)
-        for name, g in one.items() if g.numel()
-    )  # fmt: skip
+    one, other = run_single(single, batch, seed)[0], run_single(moved, near, seed)[0]
+    scale = max((float(g.abs().max()) for g in one.grads.values() if g.numel()), default=1.0)
+    made = [o for e in one.log.entries for o in e.outs], [o for e in other.log.entries for o in e.outs]
+    return any(_moves(g, other.grads[name], 1e-6 * scale) for name, g in one.grads.items()) or any(
+        _moves(a, b, 1e-6) for a, b in zip(*made, strict=True) if a.is_floating_point()
+    )
+
+
+def _moves(a: Tensor, b: Tensor, floor: float) -> bool:
+    kept = a.isfinite() & b.isfinite()
+    a, b = a[kept], b[kept]
+    return bool(a.numel()) and float((a - b).abs().max()) > UNSTABLE * max(float(a.abs().max()), floor)
 
 
 def scalar_loss(single: nn.Module, batch: dict[str, Tensor]) -> Tensor | None:

@@ -87,12 +87,13 @@ def compile_core(
     precision = Precision.of(bound, spec)
     model = precision.model(model)
     with fake_world() as mode:
-        whole = spec
+        whole, further = spec, True
         while True:
-            halved = split_spec(whole, kinds, axes, bound.params)
-            if halved is None:  # two axes in turn would cut another parameter elsewhere: heads are gathered
+            halved = split_spec(whole, kinds, axes, bound.params) if further else None
+            if halved is None:
+                # Two axes in turn would cut another parameter elsewhere, or copies do not help: heads are gathered.
                 kinds = {name: _param_kinds(bound, name, axes) for name in bound.params}
-                axes = [replace(axis, copies=False) for axis in axes]
+                axes, further = [replace(axis, copies=False) for axis in axes], True
             spec = halved or whole
             try:
                 trace, result, settled = _settled(
@@ -100,7 +101,8 @@ def compile_core(
                 )
                 break
             except SplitNeeded as found:
-                kinds = with_copies(kinds, found.split, axes, bound.params)
+                held, kinds = kinds, with_copies(kinds, found.split, axes, bound.params)
+                further = kinds != held
         if result.kept is not None:
             raise result.kept
         decided = tuple(map(final, result.decided))

@@ -6,6 +6,7 @@ from meshplan.compiler.lowered import Core, ParamPlan
 from meshplan.errors import PlanError
 from meshplan.mesh.spec import DATA_AXES, MeshSpec
 from meshplan.plan.plan import Plan
+from meshplan.runtime.comm import chunk_sizes
 
 
 def sharded_by_fsdp(core: Core) -> bool:
@@ -22,8 +23,8 @@ def fsdp_cuts(core: Core) -> dict[str, int | None]:
     """The dim FSDP cuts each parameter along, by name; None for one that every data rank keeps whole.
 
     A dim that another axis splits unevenly or part by part does not count: its length differs between ranks, or a
-    DTensor could not say which rows a rank holds. A parameter of one dim or none that has no other stays whole, and its
-    gradient is averaged with the replicated ones. Empty without FSDP.
+    DTensor could not say which rows a rank holds. A parameter of one dim or none that has no other stays whole, as does
+    one of which another axis leaves some rank nothing, and its gradient is averaged with the replicated ones. Empty without FSDP.
 
     Raises PlanError: `fsdp-no-dim` for a matrix without a dim to cut, or where `fsdp.shard_dims` asks for one of these.
     """
@@ -61,6 +62,8 @@ def by_reduction(core: Core) -> dict[tuple[tuple[str, ...], bool], list[ParamPla
 
 
 def _cut(p: ParamPlan, core: Core, n: int) -> int | None:
+    if any(0 in chunk_sizes(p.shape[s.dim], core.spec.degree(axis) // s.copies) for axis, s in p.shards):
+        return None  # FSDP takes no parameter of which a rank holds nothing
     sizes = _countable(p, core.spec)
     legal = [d for d, size in enumerate(sizes) if size is not None and (d == 0 or size % n == 0)]
     asked = core.bound.shard_dims.get(p.name)

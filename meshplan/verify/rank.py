@@ -66,11 +66,11 @@ class RankReport:
     recorded: tuple[tuple[Collective, ...], ...]
 
 
-def parallelized(model: nn.Module, plan: Plan, batch: Batch) -> Program:
-    """The program under test: meshplan's own. `batch` is global and gives the input shapes."""
+def parallelized(model: nn.Module, plan: Plan, batch: Batch, seed: int = 0) -> Program:
+    """The program under test: meshplan's own. `batch` is global and gives the input shapes; `seed` is that of dropout."""
     # The package's top level imports verification, which therefore cannot import it back while it loads.
     mp: Any = importlib.import_module("meshplan")
-    model = mp.parallelize(model, plan, inputs=batch)
+    model = mp.parallelize(model, plan, inputs=batch, seed=seed)
     return Program(
         model,
         shard=lambda batch: mp.shard_batch(model, batch),
@@ -87,7 +87,8 @@ def run_rank(job: Job, path: str, program: MakeProgram = parallelized) -> RankRe
     rank = dist.get_rank()
     reference = torch.load(path, mmap=True, weights_only=True)
     batch = _same_batch(job, reference["batch"], rank)
-    made = program(build(job), job.plan, batch)
+    own = {"seed": job.seed} if program is parallelized else {}
+    made = program(build(job), job.plan, batch, **own)
     model = made.model
     optimizer = job.optimizer(model.parameters())
     local = made.shard(batch)

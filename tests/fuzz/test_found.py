@@ -280,3 +280,23 @@ class Compared(nn.Module):
 
 def test_a_comparison_that_python_asks_of_the_parameter():
     agrees(Compared(), {"x": (4, 3)}, {"dp_shard": 2})
+
+
+class FewHeads(nn.Module):
+    """Two key heads that four query heads repeat, of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(4, 8), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.mean(1, keepdim=True)
+        q, k, v = (p(x).view(x.shape[0], 1, -1, 2).transpose(1, 2) for p in (self.q, self.k, self.v))
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        return ((q @ k.mT).softmax(-1) @ v).square().sum()
+
+
+@pytest.mark.parametrize("query", [{}, {"use": "colwise"}])
+def test_heads_whose_copies_do_not_help(query):
+    rules = [mp.Rule("k", use="colwise"), mp.Rule("v", params={"weight": {"tp": S(0)}})]
+    agrees(FewHeads(), {"x": (3, 5, 4)}, {"tp": 4}, *rules, *([mp.Rule("q", **query)] if query else []))
