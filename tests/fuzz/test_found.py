@@ -300,3 +300,29 @@ class FewHeads(nn.Module):
 def test_heads_whose_copies_do_not_help(query):
     rules = [mp.Rule("k", use="colwise"), mp.Rule("v", params={"weight": {"tp": S(0)}})]
     agrees(FewHeads(), {"x": (3, 5, 4)}, {"tp": 4}, *rules, *([mp.Rule("q", **query)] if query else []))
+
+
+class Dropped(nn.Module):
+    """Dropout of a look-up, and a vector that is one row of a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(4, 6), nn.Parameter(torch.randn(1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (F.dropout(self.inner(x), 0.4, self.training) * self.scale).square().sum()
+
+
+def test_a_verification_with_a_seed_of_its_own_has_its_dropout(pool):
+    inputs = {"x": mp.Input((4, 4), torch.float64)}
+    receipt = mp.verify(Dropped, mp.Plan(mesh={"tp": 2}, inputs=inputs), nproc=2, seed=3, steps=1)
+    assert receipt.passed, str(receipt)
+
+
+def test_a_parameter_of_which_a_rank_holds_nothing_stays_out_of_fsdp(pool):
+    plan = mp.Plan(
+        mesh={"dp_shard": 2, "tp": 2}, inputs={"x": mp.Input((4, 4), torch.float64, {"dp": S(0)})},
+        rules=[mp.Rule("", params={"scale": {"tp": S(0)}})], fsdp={"units": ["inner"], "strategy": "zero3"},
+    )  # fmt: skip
+    receipt = mp.verify(Dropped, plan, nproc=4, steps=1)
+    assert receipt.passed, str(receipt)
