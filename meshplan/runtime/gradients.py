@@ -140,6 +140,7 @@ class Gradients:
 
     def _reduce(self, reduction: Reduction) -> None:
         # A parameter that this backward did not reach still takes part: other ranks may have reached it.
+        missed = [p for p in reduction.params if p.requires_grad and p.grad is None]
         grads = [_local(p) for p in reduction.params if p.requires_grad]
         sizes = [(g.numel(), str(g.dtype).removeprefix("torch.")) for g in grads]
         at = 0
@@ -151,6 +152,9 @@ class Gradients:
             if reduction.means is not None:
                 flat = reduction.means.all_reduce(flat).div_(reduction.means.size)
             compat.unpack_into(bucket, flat)
+        for p in missed:
+            if not _local(p).any():  # no rank has: an optimizer leaves it alone, and does not let it decay
+                p.grad = None
 
 
 def _local(p: nn.Parameter) -> Tensor:

@@ -326,3 +326,25 @@ def test_a_parameter_of_which_a_rank_holds_nothing_stays_out_of_fsdp(pool):
     )  # fmt: skip
     receipt = mp.verify(Dropped, plan, nproc=4, steps=1)
     assert receipt.passed, str(receipt)
+
+
+class Unfinished(nn.Module):
+    """A layer whose result nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale, self.spare = nn.Linear(4, 6), nn.Parameter(torch.randn(6)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        self.spare(h * self.scale)
+        return h.square().mean()
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_replicate": 2}], ids=str)
+def test_a_parameter_without_a_gradient_does_not_decay(pool, mesh):
+    place = {} if "tp" in mesh else {"dp": S(0)}
+    rules = [mp.Rule("inner", use="colwise")] if "tp" in mesh else []
+    plan = mp.Plan(mesh=mesh, inputs={"x": mp.Input((4, 4), torch.float64, place)}, rules=rules)
+    receipt = mp.verify(Unfinished, plan, nproc=2)
+    assert receipt.passed, str(receipt)
