@@ -67,14 +67,16 @@ def refute(use: Use, seed: int = 0) -> Refuted | None:
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        tensors = _numbers(use, generator, positive=False)
+        shortest = 2
+        tensors = _numbers(use, generator, False, shortest)
         try:
             one = _one_device(use, tensors, None)
         except (RuntimeError, IndexError):  # an index into a dim of length 1
-            tensors = _numbers(use, generator, positive=False, shortest=1)
+            shortest = 1
+            tensors = _numbers(use, generator, False, shortest)
             one = _one_device(use, tensors, None)
         if not all(torch.isfinite(o).all() for o in one.outs if o.is_floating_point()):
-            tensors = _numbers(use, generator, positive=True)
+            tensors = _numbers(use, generator, True, shortest)
             one = _one_device(use, tensors, None)
         cotangents = [random(o.shape, o.dtype, generator) if _differentiable(o) else None for o in one.outs]
         one = _one_device(use, tensors, cotangents)
@@ -199,7 +201,7 @@ def _operator(
 # -- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def _numbers(use: Use, generator: torch.Generator, positive: bool, shortest: int = 2) -> list[Tensor]:
+def _numbers(use: Use, generator: torch.Generator, positive: bool, shortest: int) -> list[Tensor]:
     sizes = [s for spec in use.tensors for s in spec.shape if s >= shortest]
     # Integers may be indices into any dim of at least this length.
     limit = min(sizes, default=2)
