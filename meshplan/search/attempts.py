@@ -27,9 +27,9 @@ from meshplan.search.write import rules_of
 
 ATTEMPTS = 12
 """Solutions lowered at most; then the axis is left without a split parameter."""
-SLACK = 1.05
-"""Without a memory bound, a rank holds at most this many times the least parameter bytes: what small parameters would cost to
-split is then left to communication to decide."""
+SLACK = 0.05
+"""Without a memory bound, a rank holds this part more than the least bytes of split parameters: what small parameters would cost
+to split is then left to communication to decide."""
 CLOSE = 1.02
 """How much longer than the solution says the lowered plan's collectives may take before gathers are written out too."""
 
@@ -94,13 +94,15 @@ class Search:
         )
 
     def run(self, limits: Limits, seconds: float, gap: float) -> Attempt:
-        """The best plan that lowers. Without a bound on bytes in `limits` a rank may hold `SLACK` times the least. Raises
+        """The best plan that lowers. Without a bound on bytes in `limits` a rank may hold a little more than the least. Raises
         PlanError where not even the model without a split parameter does."""
         refused: list[PlanError] = []
         for _ in range(ATTEMPTS):
             problem = self.problem(limits)
             if limits.bytes is None:
-                problem.bound(SLACK * problem.least_bytes(seconds, gap))
+                least = problem.least_bytes(seconds, gap)
+                # Of what is split, that is: what nobody can split must not widen the bound for the rest.
+                problem.bound(least + SLACK * (problem.whole_bytes - least) / (self.link.ranks - 1))
             choice = problem.solve(seconds, gap)
             try:
                 found = self._lowered(choice)

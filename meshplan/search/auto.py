@@ -51,7 +51,7 @@ def auto_plan(
         mesh: degree by axis, outermost first; -1 on one axis needs `world_size`.
         inputs: global example inputs by argument name (or in order): tensors, on meta or fake too, and Python constants.
         memory: parameter bytes (model's dtype, gradients and optimizer not counted) that a rank may hold on tp, before FSDP cuts
-            further. None: 1.05 times the least that any exact plan of this mesh holds.
+            further. None: 5 % more of what is split than any exact plan of this mesh must hold.
         sequence: True cuts activations between the split modules along a dim that is not the batch wherever that moves no more
             bytes (SP); False never does; None does where it pays in modelled time.
         outputs: layouts in which the model's outputs may be left, such as `{"logits": {"tp": S(-1)}}`; others end whole on tp.

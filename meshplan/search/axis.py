@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from meshplan.compiler.kinds import I, Kind, R, replicated
+from meshplan.compiler.kinds import I, Kind, P, R, replicated
 from meshplan.cost.machine import FREE, Cost, Link, Machine
 from meshplan.cost.work import flops, touched
 from meshplan.plan.placements import Shard
@@ -103,6 +103,8 @@ class AxisProblem:
                 continue
             if any(isinstance(k, Shard) and not self._cuts(v, k) for v, k in zip(values, kinds, strict=True)):
                 continue
+            if self._partial_by_itself(node, o):
+                continue
             if node.call.in_place and not _same_layout(o.ins[0], o.outs[0]):
                 continue
             kept.append(o)
@@ -121,6 +123,16 @@ class AxisProblem:
             ):
                 found.add(n)
         return found
+
+    def _partial_by_itself(self, node: Node, option: Option) -> bool:
+        """Whether nothing but replicated parameters, made partial, would make the result so: lowering never does that."""
+        values = [self.program.values[v] for v in node.ins]
+        made = [
+            k
+            for value, k in zip(values, option.ins, strict=True)
+            if isinstance(k, Shard) or (k == P and not value.params)
+        ]
+        return P in option.ins and not made
 
     def _cuts(self, value: int, kind: Shard) -> bool:
         """Every rank gets something of the dim."""
@@ -256,6 +268,11 @@ class AxisProblem:
         if self.limits.bytes is not None:
             self.bound(self.limits.bytes)
 
+    @property
+    def whole_bytes(self) -> float:
+        """Bytes of all parameters."""
+        return sum(self._bytes(v, I) for v, value in enumerate(self.program.values) if value.params)
+
     def bound(self, nbytes: float) -> None:
         """Let a rank hold at most so many bytes of parameters."""
         self.problem.row(dict(self.held), 0, nbytes)
@@ -272,15 +289,21 @@ class AxisProblem:
             for n, j in value.uses:
                 takes: dict[Kind, list[int]] = defaultdict(list)
                 late: list[int] = []
+                pinned = self.program.nodes[n].call.in_place and j == 0
                 for option, columns in zip(self.options[n], self.x[n], strict=True):
                     # Where a whole computation's gradients become partial makes no difference: not before the last of its calls.
-                    if option.ins[j] == R and not value.params and option.share == 1.0 and option.outs[0] == R:
+                    if (
+                        option.ins[j] == R
+                        and not pinned
+                        and not value.params
+                        and option.share == 1.0
+                        and option.outs[0] == R
+                    ):
                         late += columns
                     else:
                         takes[option.ins[j]] += columns
                 if n in self.followers:
                     continue  # takes it as it is made
-                pinned = self.program.nodes[n].call.in_place and j == 0
                 if late:
                     early[v].append(late)
                 for kind, columns in takes.items():
