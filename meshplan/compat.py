@@ -380,20 +380,12 @@ in_function_transform = torch._C._are_functorch_transforms_active
 
 
 def returns_gradient(p: torch.Tensor) -> bool:
-    """In a running backward: whether it is a `torch.autograd.grad` that was asked for the gradient of `p`, a leaf.
-
-    torch 2.11 to 2.13: `_will_engine_execute_node` refuses to answer about such a leaf, and only then.
-    """
+    """In a running backward: whether it is a `torch.autograd.grad` that was asked for the gradient of `p`, a leaf."""
     if not p.requires_grad:
         return False
     # Not `get_gradient_edge`: it takes a view, and a DTensor cut part by part has sizes that no view fits.
     with torch.enable_grad():
-        node = torch.ops.aten.alias(p).grad_fn.next_functions[0][0]
-    try:
-        torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return True
-    return False
+        return not accumulates(torch.ops.aten.alias(p).grad_fn.next_functions[0][0])
 
 
 def accumulates(leaf: Any) -> bool:

@@ -32,8 +32,7 @@ def test_a_quoted_output_is_what_the_command_prints(block, folder):
 
 
 def test_the_training_script_runs_on_four_ranks_and_leaves_a_checkpoint(folder):
-    (block,) = [b for b in BLOCKS if b.language == "bash" and not b.output and not is_make(b)]
-    (command,) = block.commands
+    (command,) = _commands("torchrun")
     printed = re.fullmatch(r"loss (\d\.\d)\n", run(command, folder))
     assert printed, "one line, by one rank"
     # Bytes drawn at random cost 5.5 nats; 20 steps bring the tiny model well below.
@@ -41,10 +40,30 @@ def test_the_training_script_runs_on_four_ranks_and_leaves_a_checkpoint(folder):
     assert mp.Plan.from_yaml(mp.load_plan_of(folder / "checkpoint")) == mp.load_plan(folder / "plan.yaml")
 
 
-def test_the_python_snippet_runs_as_it_stands(capsys):
-    (block,) = [b for b in BLOCKS if b.language == "python" and not b.name]
+def _commands(program):
+    silent = [b for b in BLOCKS if b.language == "bash" and not b.output and not is_make(b)]
+    return [command for block in silent for command in block.commands if command.startswith(f"{program} ")]
+
+
+def test_a_plan_is_derived_from_the_command_line(folder):
+    (command,) = _commands("meshplan plan")
+    assert "gap" in run(command, folder)
+    derived = mp.load_plan(folder / "derived.yaml")
+    low = mp.lower(llama_tiny(), derived, world_size=4)
+    matrices = [p for p in low.placements if len(p["shape"]) > 1]
+    assert matrices and all(p["layout"].get("tp", "R").startswith("S") for p in matrices)
+    known = {"torchrun", "meshplan"}
+    silent = [b for b in BLOCKS if b.language == "bash" and not b.output and not is_make(b)]
+    assert {command.split()[0] for block in silent for command in block.commands} <= known
+    assert len(_commands("torchrun")) + len(_commands("meshplan")) == 2  # what no test here runs would be found
+
+
+def test_the_python_snippets_run_as_they_stand(capsys):
     names: dict = {}
-    exec(compile(block.body, "README.md", "exec"), names)
+    for block in BLOCKS:
+        if block.language == "python" and not block.name:
+            exec(compile(block.body, "README.md", "exec"), names)
+    assert names["plan"].fsdp.units == ("layers.*",) and names["plan"].rules
     assert "dp_replicate 2 x tp 2" in capsys.readouterr().out
     # In each of 2 layers attention and feed-forward reduce their output forward and their input's gradient backward:
     # float32 [8 / 2, 64, 64] each. A rank of two sends the bytes of what it reduces once.

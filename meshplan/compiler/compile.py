@@ -259,9 +259,7 @@ def _one_pass(
     holders = {p.name: {n.rpartition(".")[0] for n in p.names} for p in bound.params.values()}
     run = Propagation(trace, axes, declared, owners, holders, decisions, Chooser(trace, groups))
     heard = run.result.timeline.heard
-    run.axes = [
-        replace(a, group=type(a.group)(a.group.axis, a.group.size, a.group.rank, None, heard)) for a in axes
-    ]
+    run.axes = [replace(a, group=type(a.group)(a.group.axis, a.group.size, a.group.rank, None, heard)) for a in axes]
     run.chooser.groups = abstract_groups(spec, rank, heard)
     number = 0
 

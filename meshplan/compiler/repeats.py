@@ -142,7 +142,7 @@ def apart(groups: Mapping[str, int], path: str) -> dict[str, int]:
     """`groups` with the module at `path` and its equals after it as a group of their own."""
     number, fresh = groups.get(path), max(groups.values(), default=0) + 1
     order = list(groups)
-    if number is None or groups and order.index(path) == [groups[p] for p in order].index(number):
+    if number is None or (groups and order.index(path) == [groups[p] for p in order].index(number)):
         return {}
     at = order.index(path)
     out = {p: fresh if n == number and i >= at else n for i, (p, n) in enumerate(groups.items())}

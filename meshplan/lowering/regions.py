@@ -78,9 +78,7 @@ def lower_regions(model: nn.Module, plan: Plan, world_size: int, inputs: Any, ra
     return DTensorLowered(model, made, recorded if made.dims else (), rank, keep=False)
 
 
-def _agreed(
-    make: Callable[[], DTensorLowered], tag: str, real: bool, model: nn.Module | None = None
-) -> DTensorLowered:
+def _agreed(make: Callable[[], DTensorLowered], tag: str, real: bool, model: nn.Module | None = None) -> DTensorLowered:
     """What `make` gives on every rank, or the error of the one that failed on all of them."""
     failed: PlanError | None = None
     low: DTensorLowered | None = None

@@ -59,7 +59,7 @@ def auto_plan(
         machine: whose links and rates the model takes; an H100 node by default.
         seconds: how long the solver may look for a better solution than the one it has.
 
-    The plan's `note` and its rules' notes say what was gained, with the proved bound. Raises PlanError: `no-plan` if nothing
+    The plan's `note` and its rules' notes say what was gained, with the proved bound. Raises PlanError: `no-placement` if nothing
     satisfies the bounds, `axis-not-lowered`, and what `lower` raises for the model on any plan (`host-read`, `random-op`, ...).
     """
     return derive(

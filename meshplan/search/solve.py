@@ -73,7 +73,7 @@ class Problem:
 
     def solve(self, seconds: float, gap: float, longer: bool = True) -> Solution:
         """The best values found within `seconds`, to a relative `gap`; if there are none yet, four times as long is tried.
-        Raises PlanError `no-plan` if there are none even then."""
+        Raises PlanError `no-placement` if there are none even then."""
         at = [(r, c, w) for r, (terms, _, _) in enumerate(self._rows) for c, w in terms.items()]
         rows, columns, weights = zip(*at, strict=True) if at else ((), (), ())
         matrix = csr_matrix((weights, (rows, columns)), shape=(len(self._rows), len(self.cost)))
@@ -93,7 +93,7 @@ class Problem:
             raise PlanError(
                 "no placement satisfies the memory bound and what the operations allow" if found.status == 2
                 else f"the solver found no placement in {seconds:.0f} s",
-                code="no-plan", legal="a larger memory bound, a larger mesh, or more solver time",
+                code="no-placement", legal="a larger memory bound, a larger mesh, or more solver time",
             )  # fmt: skip
         bound = found.mip_dual_bound if found.mip_dual_bound is not None else found.fun
         return Solution(found.x, float(found.fun) * scale, float(bound) * scale, len(self.cost), len(self._rows))

@@ -146,7 +146,9 @@ class Places(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("use", "alike"), [("nothing", [[0, 1, 2, 3]]), ("scale", []), ("branch", [[0, 2, 3]])], ids=["nothing", "scale", "branch"]
+    ("use", "alike"),
+    [("nothing", [[0, 1, 2, 3]]), ("scale", []), ("branch", [[0, 2, 3]])],
+    ids=["nothing", "scale", "branch"],
 )
 def test_layers_that_know_their_place_are_equal_when_their_calls_are(use, alike):
     p = mp.Plan(

@@ -11,7 +11,9 @@ def group(axis, rank=0, ranks=2):
     return AxisGroup(axis, ranks, rank)
 
 
-@pytest.mark.parametrize(("axis", "averages"), [("tp", False), ("dp_shard", True), ("dp_shard+cp", True), ("tp_kv", False)])
+@pytest.mark.parametrize(
+    ("axis", "averages"), [("tp", False), ("dp_shard", True), ("dp_shard+cp", True), ("tp_kv", False)]
+)
 def test_data_axes_average(axis, averages):
     assert group(axis).averages is averages
 

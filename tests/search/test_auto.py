@@ -114,7 +114,7 @@ def test_the_memory_bound_decides_what_stays_whole():
     assert all(replicated(k) or v in free.choice.sources for v, k in free.choice.sources.items())
     with pytest.raises(mp.PlanError, match="memory bound") as error:
         derive(llama(layers=2), {"tp": 2}, inputs, memory=total / 4)
-    assert error.value.code == "no-plan"
+    assert error.value.code == "no-placement"
 
 
 def test_the_plan_is_a_plan_file_with_its_reasons(tmp_path):
