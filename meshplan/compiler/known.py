@@ -84,6 +84,7 @@ class Known:
         self.stack, self.frames = ModuleStack(), Frames()
         self.infos: dict[int, Info] = {}
         self.unseen: dict[int, tuple[list[Kind], str]] = {}
+        self.moved_inputs: dict[tuple[int, str], list[Site]] = {}
         self.keep: list[Any] = []
         self.sharing: dict[int, list[Tensor]] = {}
         self.cursor = self.entered = self.read = 0

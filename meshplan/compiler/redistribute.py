@@ -238,9 +238,26 @@ class Redistributing(Known):
                 kind = self.decisions.gathered.get((first, axis), R) if gathered else want
                 self.decisions.add(site, axis, kind, where)
             return
+        outer = self._enclosing(x, axis, first, here)
+        if outer is not None:
+            gathered = isinstance(self.info(x).kinds[k], Shard) and want in (R, I)
+            self.decisions.add(outer, axis, self.decisions.gathered.get((first, axis), R) if gathered else want, where)
+            return
         self.result.shared |= {first, here}
         for move in moves:
             self._record(here, move, where)
+
+    def _enclosing(self, x: Tensor, axis: str, *sites: Site) -> Site | None:
+        """Of the module inputs at which `x` is moved, one whose module calls another of them: what it moves at its entry is
+        what the inner one is handed, so it must be decided before the inner one asks."""
+        found = self.moved_inputs.setdefault((id(x), axis), [])
+        found += [site for site in sites if site.side == "input" and site not in found]
+        for outer in found:
+            if (outer, axis) not in self.decisions.contested and any(
+                inner.module.startswith(f"{outer.module}.") for inner in found if outer.module
+            ):
+                return outer
+        return None
 
     def _record(self, site: Site, move: Move, where: Where | None) -> None:
         if boundary.collectives_of(move.src, move.dst)[0]:
