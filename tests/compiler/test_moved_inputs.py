@@ -1,4 +1,4 @@
-"""A tensor that several modules take, one inside another: what the outer one moves at its entry is what the inner one is handed."""
+"""A tensor that nested modules take: what the outer one moves at its entry is what the inner one is handed."""
 
 import torch
 from torch import Tensor, nn
