@@ -20,6 +20,7 @@ from meshplan.compiler.bind import bind
 from meshplan.errors import PlanError
 from meshplan.plan.placements import Shard
 from meshplan.verify.aligned import align
+from meshplan.verify.compare import distance, worst
 
 COMPOSITIONS: dict[str, dict[str, Any]] = {
     "tp2": {"mesh": {"tp": 2}},
@@ -101,6 +102,30 @@ def _on_ranks(found: dict[str, Any], model_type: str, plan: mp.Plan, world: int)
     found["outcome"] = "wrong" if not (loss.passed and gradients.passed) else "exact" if not failed else "failed"
     if failed:
         found["reason"] = "; ".join(f"{check.name}: {check.detail}" for check in failed)
+    if found["outcome"] == "wrong":
+        own = rounding(model_type)
+        if max(loss.error or 0.0, gradients.error or 0.0) <= own:
+            found["outcome"] = "rounding"
+            found["reason"] = (
+                f"one float32 rounding of its parameters moves its own gradients by {own:.0e}; {found['reason']}"
+            )
+
+
+def rounding(model_type: str) -> float:
+    """How far one rounding to float32 of every parameter moves the single device's own gradients, relative to each
+    gradient's largest value: what a model that casts to float32 inside cannot be compared more closely than."""
+
+    def gradients(share: float) -> dict[str, torch.Tensor]:
+        model, noise = tiny_model(model_type), torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + share * torch.randn(p.shape, generator=noise, dtype=p.dtype))
+        model(**tiny_batch(model_type)).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    before, after = gradients(0.0), gradients(torch.finfo(torch.float32).eps / 2)
+    distances = {name: distance(after[name], grad) for name, grad in before.items()}
+    return worst(distances, {name: float(grad.abs().max()) for name, grad in before.items()}).error
 
 
 def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -27,6 +27,7 @@ nothing said about the model.
 *Exact* means equal to one device, to {TIGHT:.0e} of the largest value in what is computed in float64 and to {LOOSE:.0e}
 where the model casts to float32, as most do in norms, rotary tables and losses. *calls*: the value and the gradient of every
 torch call, and the gradient of every parameter, on simulated ranks in one process; fsdp's own gathers are not part of it.
+*rounding*: further apart, and closer than rounding every parameter once to float32 moves the single device's own gradients.
 *ranks*: loss, gradients and collectives on processes over gloo, which decide where a model blows its own rounding up. *Share* is
 the part of the bytes of matrices in use that is cut over tp; *plan s* are CPU seconds of `auto_plan`, measured. The solver
 stops after {SOLVER_SECONDS:.0f} s of wall time, so that shares on a busy machine are lower than they could be. *transformers* is
@@ -60,6 +61,7 @@ def _summary(found: Mapping[tuple[str, str], Result]) -> str:
         "planned",
         "exact",
         "wrong",
+        "rounding",
         "refused",
         "failed",
         "gave up",
@@ -80,7 +82,7 @@ def _summary(found: Mapping[tuple[str, str], Result]) -> str:
             len(here),
             built,
             planned,
-            *(count[o] for o in heads[3:8]),
+            *(count[o] for o in heads[3:9]),
             _median(here, "share"),
             _median(here, "plan s"),
         ]

@@ -20,6 +20,8 @@ the half precisions, in which sums of another order differ visibly."""
 FLOOR = 1e-6
 """Errors are relative to a tensor's largest value, but not to less than this share of the largest of all tensors: a
 gradient that is truly zero (a key's bias under softmax) is rounding noise on both sides."""
+FLOORS = {torch.float32: 1e-2, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+"""The same for less precise dtypes: with the tolerance it leaves a rounding or so of the largest tensor."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,12 @@ def distance(got: Tensor, want: Tensor) -> float:
     return apart.nan_to_num(nan=math.inf, posinf=math.inf).max().item()
 
 
-def worst(distances: Mapping[str, float], sizes: Mapping[str, float]) -> Worst:
-    """The largest of `distances`, each relative to the larger of its tensor's size and `FLOOR` x the largest size.
+def worst(distances: Mapping[str, float], sizes: Mapping[str, float], share: float = FLOOR) -> Worst:
+    """The largest of `distances`, each relative to the larger of its tensor's size and `share` x the largest size.
 
     A name without a size is infinitely wrong: one device has no such tensor.
     """
-    floor = FLOOR * max((s for s in sizes.values() if math.isfinite(s)), default=0.0)
+    floor = share * max((s for s in sizes.values() if math.isfinite(s)), default=0.0)
     found = Worst(0.0, None)
     for name, apart in distances.items():
         scale = max(sizes[name], floor) if name in sizes else 0.0

@@ -16,6 +16,8 @@ from torch import nn
 from meshplan.errors import PlanError
 from meshplan.plan.plan import Plan
 from meshplan.verify.compare import (
+    FLOOR,
+    FLOORS,
     TOLERANCES,
     Worst,
     first_difference,
@@ -152,8 +154,8 @@ def checks(job: Job, reference: Reference, reports: Sequence[RankReport], rtol: 
     names = missing_names(sizes, [r.parameters for r in reports])
     found = [
         _close("loss", worst_loss(reference.losses, {r: report.losses for r, report in by_rank.items()}), rtol),
-        _close("gradients", _worst_of([r.gradients for r in reports], reference.gradient_sizes), rtol),
-        _close("parameters", _worst_of([r.parameters for r in reports], sizes), rtol),
+        _close("gradients", _worst_of([r.gradients for r in reports], reference.gradient_sizes, job.dtype), rtol),
+        _close("parameters", _worst_of([r.parameters for r in reports], sizes, job.dtype), rtol),
     ]
     if names:
         found[2] = Check("parameters", False, f"names differ from one device: {', '.join(names)}")
@@ -164,7 +166,7 @@ def checks(job: Job, reference: Reference, reports: Sequence[RankReport], rtol: 
     if all(r.predicted is not None for r in reports):
         found.append(_collectives(job, by_rank))
     if any(r.initial for r in reports):
-        drawn = _worst_of([r.initial for r in reports], sizes)
+        drawn = _worst_of([r.initial for r in reports], sizes, job.dtype)
         found.append(Check("initialisation", drawn.error == 0.0, drawn.name or "", drawn.error, 0.0))
     return tuple(found)
 
@@ -184,12 +186,12 @@ def _close(name: str, found: Worst, rtol: float) -> Check:
     return Check(name, found.error <= rtol, found.name or "", found.error, rtol)
 
 
-def _worst_of(by_rank: Sequence[Mapping[str, float]], sizes: Mapping[str, float]) -> Worst:
+def _worst_of(by_rank: Sequence[Mapping[str, float]], sizes: Mapping[str, float], dtype: torch.dtype) -> Worst:
     everything: dict[str, float] = {}
     for distances in by_rank:
         for name, apart in distances.items():
             everything[name] = max(apart, everything.get(name, 0.0))
-    return worst(everything, sizes)
+    return worst(everything, sizes, FLOORS.get(dtype, FLOOR))
 
 
 def _copies(reports: Sequence[RankReport]) -> str:

@@ -7,7 +7,16 @@ import torch
 
 from meshplan.mesh.spec import MeshSpec
 from meshplan.runtime.recorder import Collective
-from meshplan.verify.compare import distance, first_difference, first_unequal, missing_names, worst, worst_loss
+from meshplan.verify.compare import (
+    FLOORS,
+    TOLERANCES,
+    distance,
+    first_difference,
+    first_unequal,
+    missing_names,
+    worst,
+    worst_loss,
+)
 
 NAN, INF = math.nan, math.inf
 
@@ -38,6 +47,15 @@ def test_a_tensor_of_rounding_noise_is_measured_against_the_largest():
     found = worst({"key.bias": 2e-16, "weight": 0.0}, {"key.bias": 1e-16, "weight": 10.0})
     assert found.name == "key.bias"
     assert found.error == pytest.approx(2e-16 / (1e-6 * 10.0))
+
+
+def test_noise_of_float32_is_measured_against_more_of_the_largest():
+    # A key's bias of a float32 model: 7e-9 of noise beside gradients of 1.6, less than one rounding of these.
+    found = worst({"key.bias": 7e-9, "weight": 0.0}, {"key.bias": 6e-10, "weight": 1.6}, FLOORS[torch.float32])
+    assert found.error < TOLERANCES[torch.float32]
+    # A gradient twice too large is found however small the tensor, down to that rounding.
+    found = worst({"small": 1e-6, "weight": 0.0}, {"small": 1e-6, "weight": 1.6}, FLOORS[torch.float32])
+    assert found.error > TOLERANCES[torch.float32]
 
 
 def test_a_tensor_that_one_device_lacks_is_infinitely_wrong():
