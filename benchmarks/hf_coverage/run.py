@@ -65,7 +65,7 @@ def _batch(
     left: Sequence[Case], work: Callable[[str, str], dict[str, Any]], jobs: int
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Results as they come, until all are there or a process died; alone, a case whose process dies has failed."""
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=quiet)
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=quiet, max_tasks_per_child=25)
     futures: dict[Future[dict[str, Any]], Case] = {pool.submit(work, *case): case for case in left}
     try:
         for future in as_completed(futures):

@@ -301,18 +301,27 @@ def _one_pass(
     hooks.on(local)
     equals.intercept(local, run.grouped)
 
+    watching = [run.result.timeline]
+
     def packed(t: Tensor) -> Tensor:
-        run.result.timeline.saved(t)
+        for timeline in watching:
+            timeline.saved(t)
         return t
 
     saving = torch.autograd.graph.saved_tensors_hooks(packed, lambda t: t)
-    with mode, torch.device("cpu"), saving, run:
-        try:
-            out = local(**inputs)
-        except PYTHON_ERRORS as error:
-            if raised_by_us(error):
-                raise
-            raise run.failed(error) from error
+    try:
+        with mode, torch.device("cpu"), saving, run:
+            try:
+                out = local(**inputs)
+            except PYTHON_ERRORS as error:
+                if raised_by_us(error):
+                    raise
+                raise run.failed(error) from error
+    except BaseException:
+        run.result.timeline.forget()
+        raise
+    finally:
+        watching.clear()  # autograd's graph keeps `packed`, and this pass keeps the graph
     if run.cursor != len(trace.calls):
         raise run.diverged("its forward ends")
     run.result.timeline.reached(tensors_in(out))

@@ -171,6 +171,14 @@ class Timeline:
             if e.node is not None:
                 live = e.node in nodes
                 self.events[i] = replace(e, node=None, grad=e.grad and live, backward=e.backward if live else ())
+        self.roots.clear()
+
+    def forget(self) -> None:
+        """Let go of autograd's graph after a forward that failed: it holds on to this pass through what it saved, out of sight
+        of the garbage collector."""
+        self.events.clear()
+        self.roots.clear()
+        self._live.clear()
 
     def operator(self, call: Any, module: str, run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
         """Run one semantic operator on `inputs` and note what it sends; its own backward is run on the result's like."""
