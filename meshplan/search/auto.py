@@ -31,25 +31,14 @@ GAP = 1e-3
 """Relative gap to the proved bound at which the solver may stop."""
 
 
-def auto_plan(
-    model: nn.Module,
-    mesh: Mapping[str, int],
-    inputs: Any,
-    *,
-    memory: float | None = None,
-    sequence: bool | None = None,
-    outputs: Mapping[str, Mapping[str, Placement]] | None = None,
-    fsdp: Mapping[str, Any] | None = None,
-    world_size: int | None = None,
-    machine: Machine | None = None,
-    seconds: float = 5.0,
-) -> Plan:
+def auto_plan(model: nn.Module, mesh: Mapping[str, int], inputs: Any, **options: Any) -> Plan:
     """Derive a plan for `model` on `mesh`: placements that minimise modelled time under a bound on parameter bytes.
 
     Arguments:
         model: unchanged; may be on meta.
         mesh: degree by axis, outermost first; -1 on one axis needs `world_size`.
         inputs: global example inputs by argument name (or in order): tensors, on meta or fake too, and Python constants.
+        options: any of the following, by name, with the defaults of `derive`.
         memory: parameter bytes (model's dtype, gradients and optimizer not counted) that a rank may hold on tp, before FSDP cuts
             further. None: 5 % more of what is split than any exact plan of this mesh must hold.
         sequence: True cuts activations between the split modules along a dim that is not the batch wherever that moves no more
@@ -62,10 +51,7 @@ def auto_plan(
     The plan's `note` and its rules' notes say what was gained, with the proved bound. Raises PlanError: `no-placement` if nothing
     satisfies the bounds, `axis-not-lowered`, and what `lower` raises for the model on any plan (`host-read`, `random-op`, ...).
     """
-    return derive(
-        model, mesh, inputs, memory=memory, sequence=sequence, outputs=outputs, fsdp=fsdp, world_size=world_size, machine=machine,
-        seconds=seconds,
-    ).plan  # fmt: skip
+    return derive(model, mesh, inputs, **options).plan
 
 
 def derive(
@@ -81,7 +67,7 @@ def derive(
     machine: Machine | None = None,
     seconds: float = 5.0,
 ) -> Attempt:
-    """As `auto_plan`, with what the plan was written from and what it lowers to."""
+    """As `auto_plan`, which explains the arguments, with what the plan was written from and what it lowers to."""
     given = by_name(model, inputs)
     machine = machine or Machine()
     bare = Plan(mesh=dict(mesh), source=user_source())
