@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from meshplan.errors import PlanError
 from meshplan.lowering.lower import lower
 from meshplan.mesh.build import abstract_groups
 from meshplan.mesh.spec import DATA_AXES, MeshSpec
+from meshplan.plan.patterns import generic
 from meshplan.plan.placements import Shard
 from meshplan.plan.plan import Plan
 from meshplan.search.axis import AxisProblem, Choice, Limits
@@ -63,13 +64,13 @@ class Search:
     """One program on one axis: options are enumerated once, solved under changing limits."""
 
     def __init__(
-        self, model: nn.Module, base: Plan, given: Mapping[str, Any], spec: MeshSpec, program: Traced, batched: Mapping[str, int],
+        self, model: nn.Module, base: Plan, given: Mapping[str, Any], spec: MeshSpec, program: Traced, batched: Collection[str],
         machine: Machine, axis: str = "tp",
     ) -> None:  # fmt: skip
         self.model, self.base, self.given, self.spec, self.traced = model, base, given, spec, program
         self.machine, self.axis = machine, axis
         self.link = machine.link(spec, axis)
-        chooser = Chooser(program.trace, abstract_groups(spec, 0))
+        chooser = Chooser(program.program.trace, abstract_groups(spec, 0))
         degree = spec.degree(axis)
         self.options = options_of(program.program, chooser, degree)
         add_variants(program.program, chooser, self.options, degree)
@@ -147,20 +148,16 @@ class Search:
         return sum(self.link.seconds(c.op, c.bytes) for c in found)
 
     def _without(self, limits: Limits, error: PlanError) -> Limits | None:
-        """Stricter limits, after what `error` names: its module's own calls run whole, then its parameters stay whole."""
-        here = _nameless(error.module or "")
+        """Stricter limits, after what `error` names: its module's own calls run whole, then those inside it."""
+        here = generic(error.module or "")
         nodes = self.traced.program.nodes
-        calls = {n for n, node in enumerate(nodes) if _nameless(node.call.module) == here} - limits.calls
+        calls = {n for n, node in enumerate(nodes) if generic(node.call.module) == here} - limits.calls
         if calls:
             return replace(limits, calls=limits.calls | calls)
-        below = {n for n, node in enumerate(nodes) if _nameless(node.call.module).startswith(f"{here}.")} - limits.calls
+        below = {n for n, node in enumerate(nodes) if generic(node.call.module).startswith(f"{here}.")} - limits.calls
         if here and below:
             return replace(limits, calls=limits.calls | below)
         return None
-
-
-def _nameless(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def _factor(n: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -104,7 +104,7 @@ def _upkeep(spec: MeshSpec, machine: Machine) -> float:
 
 
 def _placed(
-    program: Traced, batched: Mapping[str, int], given: Mapping[str, Any], spec: MeshSpec
+    program: Traced, batched: Collection[str], given: Mapping[str, Any], spec: MeshSpec
 ) -> dict[str, Input]:  # fmt: skip
     data = any(spec.degree(axis) > 1 for axis in DATA_AXES)
     out = {}
@@ -126,7 +126,7 @@ def _fsdp(model: nn.Module, program: Traced, spec: MeshSpec, given: Mapping[str,
 
 def _units(model: nn.Module, program: Traced) -> list[str]:
     """The repeated blocks: every list of modules that forward enters, and that no other such list holds."""
-    entered = {path for path, _ in program.trace.entered}
+    entered = {path for path, _ in program.program.trace.entered}
     lists: list[str] = []
     for path, m in model.named_modules():
         if not isinstance(m, (nn.ModuleList, nn.Sequential)) or len(m) < 2 or not path:

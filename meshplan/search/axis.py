@@ -15,7 +15,7 @@ from meshplan.plan.placements import Shard
 from meshplan.search.moves import move_cost
 from meshplan.search.options import Option
 from meshplan.search.program import Node, Program
-from meshplan.search.solve import Kinds, Problem, Solution
+from meshplan.search.solve import Problem, Solution
 
 TRAINED = 3.0  # backward does twice the forward's work: one product for the input's gradient, one for the weight's
 
@@ -25,7 +25,7 @@ class Limits:
     """What the choice is held to.
 
     Attributes:
-        whole: parameters that must stay whole; calls: nodes that must run whole.
+        calls: nodes that must run whole.
         barred: (value, kind) pairs that no value may have, such as a dim that a data axis splits.
         share: the part of a value that one data rank has.
         sequence: whether activations may be cut where no parameter cuts them: True, False, or None where it pays.
@@ -33,7 +33,6 @@ class Limits:
         seconds_per_byte: what a step pays for each parameter byte a rank holds: its update, and its way over the data axes.
     """
 
-    whole: frozenset[str] = frozenset()
     calls: frozenset[int] = frozenset()
     barred: Callable[[int, Kind], bool] = field(default=lambda value, kind: False)
     share: Callable[[int], float] = field(default=lambda value: 1.0)
@@ -80,7 +79,7 @@ class AxisProblem:
         self.program, self.link, self.machine, self.limits = program, link, machine, limits
         self.options = [self._allowed(n, o) for n, o in enumerate(options)]
         self.problem = Problem()
-        self.made = Kinds()
+        self.made: dict[int, dict[Kind, list[int]]] = defaultdict(lambda: defaultdict(list))
         self.moved: dict[tuple[int, Kind, Kind], int] = {}
         self.x: list[list[list[int]]] = []  # by node and option: the columns that add up to 1 when it is taken
         self.followers: set[int] = set()
@@ -168,11 +167,7 @@ class AxisProblem:
         value, made = self.program.values[node.ins[0]], self.program.values[node.outs[0]]
         if value.made is None or value.output or value.uses != [(n, 0)] or value.weight != node.weight:
             return None
-        if (
-            node.ins[0] in self.twins
-            or value.made[0] >= n
-            or self._bytes_of(node.outs[0]) > self._bytes_of(node.ins[0])
-        ):
+        if node.ins[0] in self.twins or value.made[0] >= n or made.tensor.nbytes > value.tensor.nbytes:
             return None
         maker, o = value.made
         at = {option.ins[0]: i for i, option in enumerate(self.options[n])}
@@ -189,30 +184,24 @@ class AxisProblem:
             taken[at[option.outs[o]]] += columns
         return taken
 
-    def _bytes_of(self, v: int) -> int:
-        t = self.program.values[v].tensor
-        return t.numel() * t.element_size()
-
     def _adds(self, column: int, cost: Cost) -> None:
         self.costs[column] = self.costs[column] + cost
         self.problem.cost[column] += cost.seconds
         self.problem.bare[column] += cost.seconds - cost.latency
 
     def _makes(self, v: int, kind: Kind, column: int) -> None:
-        self.made.add(v, kind, column)
+        self.made[v][kind].append(column)
         for w in self.twins.get(v, ()):
-            self.made.add(w, kind, column)
+            self.made[w][kind].append(column)
 
     @cached_property
     def twins(self) -> dict[int, list[int]]:
         """Values that stand beside a made one: the same result of an equal layer, used elsewhere."""
-        first: dict[tuple[int, int], int] = {}
         twins: dict[int, list[int]] = defaultdict(list)
         by_node = {(n, o): v for n, node in enumerate(self.program.nodes) for o, v in enumerate(node.outs)}
         for v, value in enumerate(self.program.values):
             if value.made is not None:
                 own = by_node[value.made]
-                first.setdefault(value.made, own)
                 if own != v:
                     twins[own].append(v)
         return twins
@@ -253,7 +242,7 @@ class AxisProblem:
             if value.made is not None:
                 continue
             kinds: dict[Kind, None] = {I: None}
-            if value.params and not (self.limits.whole & set(value.params)):
+            if value.params:
                 for n, j in value.uses:
                     kinds |= {o.ins[j]: None for o in self.options[n] if isinstance(o.ins[j], Shard)}
             self.y[v] = {}
@@ -261,7 +250,7 @@ class AxisProblem:
                 self.y[v][kind] = self._column(
                     Cost(self.limits.seconds_per_byte * self._bytes(v, kind)) if value.params else FREE, True
                 )
-                self.made.add(v, kind, self.y[v][kind])
+                self.made[v][kind].append(self.y[v][kind])
                 if value.params:
                     self.held[self.y[v][kind]] = self._bytes(v, kind)
             self.problem.row(dict.fromkeys(self.y[v].values(), 1.0), 1, 1)
@@ -279,13 +268,13 @@ class AxisProblem:
 
     def _bytes(self, v: int, kind: Kind) -> float:
         value = self.program.values[v]
-        whole = value.tensor.numel() * value.tensor.element_size() * value.weight
+        whole = value.tensor.nbytes * value.weight
         return whole * kind.copies / self.link.ranks if isinstance(kind, Shard) else float(whole)
 
     def _needs(self) -> None:
         for v, value in enumerate(self.program.values):
             by_use: dict[Kind, list[list[int]]] = defaultdict(list)
-            early: dict[int, list[list[int]]] = defaultdict(list)
+            early: list[list[int]] = []
             for n, j in value.uses:
                 takes: dict[Kind, list[int]] = defaultdict(list)
                 late: list[int] = []
@@ -305,7 +294,7 @@ class AxisProblem:
                 if n in self.followers:
                     continue  # takes it as it is made
                 if late:
-                    early[v].append(late)
+                    early.append(late)
                 for kind, columns in takes.items():
                     if pinned:
                         self._need(v, kind, columns, {})
@@ -313,13 +302,13 @@ class AxisProblem:
                         by_use[kind].append(columns)
             if value.output:
                 by_use[I].append([])
-            if early[v]:
+            if early:
                 by_use.setdefault(R, [])
             for kind, uses in by_use.items():
                 moves = self._moves(v, kind)
                 for columns in uses:
                     self._need(v, kind, columns, moves)
-                for columns in early[v] if kind == R else ():
+                for columns in early if kind == R else ():
                     self._need(v, kind, columns, {have: c for have, c in moves.items() if have != I})
             if value.params and value.grad and I in by_use and R in by_use:
                 self._one_ownership(v, by_use)
@@ -329,7 +318,7 @@ class AxisProblem:
         terms: dict[int, float] = defaultdict(float)
         for c in columns:
             terms[c] += 1.0
-        for c in (*self.made.of[v].get(kind, ()), *moves.values()):
+        for c in (*self.made[v].get(kind, ()), *moves.values()):
             terms[c] -= 1.0
         self.problem.row(dict(terms), -math.inf, 0.0 if columns else -1.0)
 
@@ -338,7 +327,7 @@ class AxisProblem:
         found: dict[Kind, int] = {}
         if self.limits.barred(v, want):
             return found
-        for have, columns in self.made.of[v].items():
+        for have, columns in self.made[v].items():
             if have == want:
                 continue
             if self.limits.sequence is False and value.grad and isinstance(want, Shard) and not isinstance(have, Shard):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
@@ -12,15 +12,15 @@ from meshplan.plan.placements import Shard
 from meshplan.search.program import Program
 
 
-def batch_inputs(inputs: Mapping[str, Tensor]) -> dict[str, int]:
-    """The inputs that have the batch as dim 0, with their ranks: the first tensor input has it, and every other whose dim 0
+def batch_inputs(inputs: Mapping[str, Tensor]) -> set[str]:
+    """The inputs that have the batch as dim 0: the first tensor input has it, and every other whose dim 0
     is as long. Nothing is batched where that length is 1."""
     sizes = {key: t.shape[0] for key, t in inputs.items() if t.dim() > 0}
     batch = next(iter(sizes.values()), 1)
-    return {key: inputs[key].dim() for key, n in sizes.items() if n == batch and n > 1}
+    return {key for key, n in sizes.items() if n == batch and n > 1}
 
 
-def batch_dims(program: Program, chooser: Chooser, batched: Mapping[str, int], degree: int) -> dict[int, int]:
+def batch_dims(program: Program, chooser: Chooser, batched: Collection[str], degree: int) -> dict[int, int]:
     """By value: the dim that `degree` data ranks split when `batched` inputs are split on dim 0. Values that data ranks have
     whole, or as partial sums, are left out. Runs the rules over the trace without moving anything that has no need to be."""
     kinds: dict[int, Kind] = {}
@@ -43,6 +43,3 @@ def batch_dims(program: Program, chooser: Chooser, batched: Mapping[str, int], d
         if v not in kinds and value.made is not None:
             kinds[v] = made.get(value.made, N)
     return {v: kind.dim for v, kind in kinds.items() if isinstance(kind, Shard)}
-
-
-__all__ = ["batch_dims", "batch_inputs"]

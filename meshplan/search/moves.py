@@ -5,27 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from meshplan.compiler.kinds import Kind, R
-from meshplan.cost.machine import FREE, Cost, Link
+from meshplan.cost.machine import FREE, Cost, Link, Machine
 from meshplan.plan.placements import Shard
+from meshplan.runtime.boundary import MOVES, collectives_of
 
-NO_GRAD = {("S", "I"): "all_gather", ("P", "I"): "all_reduce", ("P", "S"): "reduce_scatter"}
-"""Collective by move, of values without gradient."""
-MATES = {
-    ("S", "R"): ("all_gather", "reduce_scatter"),
-    ("S", "I"): ("all_gather", ""),
-    ("P", "I"): ("all_reduce", ""),
-    ("P", "R"): ("all_reduce", "all_reduce"),
-    ("P", "S"): ("reduce_scatter", "all_gather"),
-    ("I", "R"): ("", "all_reduce"),
-    ("R", "I"): ("", ""),
-    ("I", "S"): ("", "all_gather"),
-    ("R", "S"): ("", ""),
-}
-"""Collectives (forward, backward) by move; '' is none."""
-
-
-COPY = 3.35e12
-"""Bytes/s of a copy in device memory (H100 SXM datasheet): what local parts of a move cost."""
+COPY = Machine.memory
+"""Bytes/s of a copy in device memory: what local parts of a move cost."""
 
 
 def letter(kind: Kind) -> str:
@@ -59,23 +44,18 @@ def move_cost(
     if src == "S" and dst == "S":
         # Through the full value, which is made and cut: never as good as making the right shards at once.
         through = move_cost(t, have, R, link, param, latency, share)
-        return through + Cost(4 * share * t.numel() * t.element_size() / COPY) if through is not None else None
+        return through + Cost(4 * share * t.nbytes / COPY) if through is not None else None
     if src in "IR" and dst == "P":
         return FREE if param else None  # kept on one rank; an activation made partial would flood what follows
-    if t.requires_grad:
-        if (src, dst) not in MATES:
-            return None
-        ops = MATES[src, dst]
-    else:
-        if src == "I":
-            return FREE if dst == "R" else Cost(share * t.numel() * t.element_size() / COPY)
-        if (src, dst.replace("R", "I")) not in NO_GRAD:
-            return None
-        ops = (NO_GRAD[src, dst.replace("R", "I")], "")
-    nbytes = int(share * t.numel() * t.element_size())
+    if not t.requires_grad and src == "I":
+        return FREE if dst == "R" else Cost(share * t.nbytes / COPY)
+    if (src, dst) not in MOVES:
+        return None
+    forward, backward = collectives_of(src, dst)
+    nbytes = int(share * t.nbytes)
     # A slice is a copy, and its mate another one; nothing is quite free, so that nothing is moved without need.
     total = Cost((nbytes + (nbytes if t.requires_grad else 0)) / COPY)
-    for op in filter(None, ops):
+    for op in filter(None, (forward, backward if t.requires_grad else None)):
         cost = link.cost(op, nbytes)
         total = total + (Cost(cost.seconds - cost.latency, cost.wire) if param or not latency else cost)
     return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
-from meshplan.plan.patterns import match
+from meshplan.plan.patterns import generic, match
 
 
 def pattern_of(paths: Sequence[str], names: Collection[str]) -> str:
@@ -13,7 +13,7 @@ def pattern_of(paths: Sequence[str], names: Collection[str]) -> str:
     wanted = set(paths)
     if len(wanted) == 1:
         return paths[0]
-    starred = {".".join("*" if s.isdigit() else s for s in path.split(".")) for path in wanted}
+    starred = {generic(path) for path in wanted}
     if len(starred) == 1:
         (pattern,) = starred
         if set(match(pattern, names)) == wanted:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from meshplan import compat
 from meshplan.compiler.capture import Call, Ref, Trace
+from meshplan.compiler.repeats import moved_path
 
 
 @dataclass
@@ -40,11 +41,6 @@ class Value:
     def grad(self) -> bool:
         return self.tensor.requires_grad
 
-    @property
-    def fixed(self) -> bool:
-        """Whether it is a constant: every rank has it whole and can cut it as it likes."""
-        return self.made is None and not self.params and not self.input
-
 
 @dataclass
 class Node:
@@ -66,17 +62,15 @@ class Program:
     repeats: dict[str, tuple[str, ...]]
 
 
-def program_of(
-    trace: Trace, model: nn.Module, param_names: list[str], buffers: int, inputs: Iterable[tuple[str, int]]
-) -> Program:
+def program_of(trace: Trace, model: nn.Module, param_names: list[str], inputs: Iterable[tuple[str, int]]) -> Program:
     """Read `trace` (captured with equal layers once).
 
     Arguments:
         param_names: names of the skeleton's parameters, in the order in which capture numbered them from 0.
-        buffers: how many buffers it numbered after those.
         inputs: (key, number) of the model's input tensors.
     """
-    uses = _uses(trace)
+    handed = _handed(trace)
+    uses = _uses(trace, handed)
     weights = _weights(trace)
     named = {number: (name,) for number, name in enumerate(param_names)} | _filled(trace, model)
     paths = _repeats(trace)
@@ -89,7 +83,8 @@ def program_of(
         for o, v in enumerate(call.outs):
             if v not in call.ins:
                 makers.setdefault(v, (place[call.index], o))
-    copies = _copies(trace)
+    copies = _copies(trace, handed)
+    originals = set(copies.values())  # their equals in the other layers are values of their own
     returned = {leaf.value for leaf in trace.outputs[0] if isinstance(leaf, Ref)}
     values: list[Value] = []
     at: dict[int, int] = {}
@@ -99,7 +94,6 @@ def program_of(
         t = trace.values[number]
         made = makers.get(copies.get(number, number))
         used = sorted({(place[c], j) for c, j in uses.get(number, ()) if c in place})
-        weight = weights[kept[made[0]].index] if made is not None and number not in copies else 1
         key = (made, tuple(used), number in returned) if number in copies else number
         if key in merged:
             old = values[merged[key]]
@@ -108,15 +102,16 @@ def program_of(
             continue
         merged[key] = at[number] = len(values)
         params = named.get(number, ())
-        if copies.get(number) is None and made is not None and _has_copies(number, copies):
-            weight = 1  # its equals in the other layers are values of their own
+        weight = len(params) or 1
+        if made is not None and number not in copies and number not in originals and not params:
+            weight = weights[kept[made[0]].index]
         values.append(
             Value(
                 (number,),
                 t,
                 made,
                 used,
-                weight if not params else len(params),
+                weight,
                 params,
                 given.get(number, ""),
                 number in returned,
@@ -131,10 +126,6 @@ def _idle(call: Call, trace: Trace) -> bool:
     if set(call.outs) <= set(call.ins):
         return True
     return not any(compat.is_fake(trace.values[v]) for v in (*call.ins, *call.outs))
-
-
-def _has_copies(number: int, copies: dict[int, int]) -> bool:
-    return number in copies.values()
 
 
 def _filled(trace: Trace, model: nn.Module) -> dict[int, tuple[str, ...]]:
@@ -160,19 +151,20 @@ def _repeats(trace: Trace) -> dict[str, tuple[str, ...]]:
 
 def _alike(names: tuple[str, ...], paths: dict[str, tuple[str, ...]], model: nn.Module) -> tuple[str, ...]:
     """`names` with the names that the same parameter has in the equals of its layers; a tied one counts once."""
-    found = list(names)
-    for name in found:
-        for first, equal in paths.items():
-            if name.startswith(f"{first}."):
-                found += [n for p in equal[1:] if (n := p + name[len(first) :]) not in found]
     seen: dict[int, str] = {}
-    for name in found:
+    for name in (equal for one in names for equal in equals(one, paths)):
         seen.setdefault(id(model.get_parameter(name)), name)
     return tuple(seen.values())
 
 
-def _inside(path: str, outer: str) -> bool:
-    return path.startswith(f"{outer}.")
+def equals(path: str, repeats: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """`path`, of a module or a parameter, and the same one in the layers that its layer stands for."""
+    found = [path]
+    for one in found:
+        for first, others in repeats.items():
+            moved = (moved_path(one, first, other) for other in others[1:])
+            found += [p for p in moved if p is not None and p not in found]
+    return found
 
 
 def _weights(trace: Trace) -> dict[int, int]:
@@ -186,7 +178,7 @@ def _weights(trace: Trace) -> dict[int, int]:
         for n, g in number_of:
             if n == but or g.of is not None or len(g.path) <= length or not g.at <= at < max(trace.ends[n], g.at + 1):
                 continue
-            if path == g.path or _inside(path, g.path):
+            if path == g.path or path.startswith(f"{g.path}."):
                 best, length = n, len(g.path)
         return best
 
@@ -215,13 +207,12 @@ def _handed(trace: Trace) -> list[tuple[int, ...]]:
     return out
 
 
-def _uses(trace: Trace) -> dict[int, set[tuple[int, int]]]:
+def _uses(trace: Trace, handed: list[tuple[int, ...]]) -> dict[int, set[tuple[int, int]]]:
     """By value: the calls (index, which tensor) that take it, in its own layer or in those that a traced one stands for."""
     placed: dict[int, set[tuple[int, int, int]]] = defaultdict(set)  # (where in the trace, call, tensor)
     for call in trace.calls:
         for j, v in enumerate(call.ins):
             placed[v].add((call.index, call.index, j))
-    handed = _handed(trace)
     standing = [(g, handed[n]) for n, g in enumerate(trace.grouped) if g.of is not None]
     for g, values in sorted(standing, key=lambda item: -item[0].path.count(".")):
         first = trace.grouped[g.of]  # type: ignore[index]
@@ -232,7 +223,7 @@ def _uses(trace: Trace) -> dict[int, set[tuple[int, int]]]:
     return {v: {(c, j) for _, c, j in found} for v, found in placed.items()}
 
 
-def _copies(trace: Trace) -> dict[int, int]:
+def _copies(trace: Trace, handed: list[tuple[int, ...]]) -> dict[int, int]:
     """Values that a repeated layer returned, by the value that the traced one returned in their place."""
     outs: dict[int, tuple[int, ...]] = {}
     left: dict[str, list[tuple[int, ...]]] = defaultdict(list)
@@ -246,8 +237,7 @@ def _copies(trace: Trace) -> dict[int, int]:
         if g.of is None:
             outs[n] = own
             continue
-        handed = {v for path, values in trace.entered if path == g.path for v in values}
         for old, new in zip(outs[g.of], own, strict=True):
-            if old != new and new not in handed:
+            if old != new and new not in handed[n]:
                 out[new] = out.get(old, old)
     return out

@@ -50,5 +50,5 @@ def kept_whole(program: Program, choice: Choice) -> list[tuple[str, int]]:
         value = program.values[v]
         if value.params and value.tensor.dim() > 1 and replicated(kind):
             name = value.params[0] + (f" and {len(value.params) - 1} like it" if len(value.params) > 1 else "")
-            out.append((name, value.tensor.numel() * value.tensor.element_size() * len(value.params)))
+            out.append((name, value.tensor.nbytes * len(value.params)))
     return sorted(out, key=lambda item: -item[1])

@@ -15,14 +15,12 @@ fastest free solver on problems of this form, and scipy is on every machine that
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
-from meshplan.compiler.kinds import Kind
 from meshplan.errors import PlanError
 
 LOOSE = 0.05
@@ -111,13 +109,3 @@ class Solution:
 
     def on(self, column: int) -> bool:
         return bool(self.values[column] > 0.5)
-
-
-class Kinds:
-    """Columns by value and kind."""
-
-    def __init__(self) -> None:
-        self.of: dict[int, dict[Kind, list[int]]] = defaultdict(dict)
-
-    def add(self, value: int, kind: Kind, column: int) -> None:
-        self.of[value].setdefault(kind, []).append(column)

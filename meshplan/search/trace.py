@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshplan import compat
 from meshplan.compiler.bind import bind
-from meshplan.compiler.capture import Trace, capture
+from meshplan.compiler.capture import capture
 from meshplan.compiler.compile import fake_inputs
 from meshplan.compiler.examples import example_inputs
 from meshplan.compiler.foldable import foldable
@@ -23,11 +23,10 @@ from meshplan.search.program import Program, program_of
 
 @dataclass(frozen=True)
 class Traced:
-    """A program, with its input tensors by key and the model's own parameters by name."""
+    """A program, with the model's input tensors by key."""
 
     program: Program
     inputs: dict[str, Tensor]
-    trace: Trace
 
 
 def traced(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], mode: Any) -> Traced:
@@ -54,4 +53,4 @@ def traced(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], mode: Any) -
     }
     numbered = {id(t): v for v, t in enumerate(trace.values[: len(names) + buffers + len(tensors)])}
     given = [(key, numbered[id(t)]) for key, t in tensors.items() if id(t) in numbered]
-    return Traced(program_of(trace, model, names, buffers, given), tensors, trace)
+    return Traced(program_of(trace, model, names, given), tensors)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from meshplan.compiler.kinds import Kind, P, replicated, user_letter
+from meshplan.plan.patterns import generic
 from meshplan.plan.placements import Partial, Placement, Replicate, Shard
 from meshplan.plan.rules import Rule
 from meshplan.report.units import bytes_text
 from meshplan.search.axis import Choice, Moved
 from meshplan.search.paths import grouped, pattern_of
-from meshplan.search.program import Program
+from meshplan.search.program import Program, equals
 
 
 @dataclass
@@ -47,12 +48,12 @@ def rules_of(program: Program, choice: Choice, model: nn.Module, axis: str, gath
     where = Boundaries(program)
     for moved in choice.moves:
         for path, side, key, place in where.hosts(moved, gathers, choice):
-            for one in where.equals(path):
+            for one in equals(path, program.repeats):
                 table = said[one].output if side == "output" else said[one].input
                 table.setdefault(key, place)
                 said[one].notes.append(_why(moved, axis))
     for path, key in where.left_partial(choice, set(said)):
-        for one in where.equals(path):
+        for one in equals(path, program.repeats):
             if not said[one].output:
                 said[one].output[key] = Partial()
                 said[one].notes.append(f"left P on {axis}: summed with what follows")
@@ -63,7 +64,7 @@ def rules_of(program: Program, choice: Choice, model: nn.Module, axis: str, gath
     for paths in by_said.values():
         templates: dict[str, list[str]] = defaultdict(list)
         for path in paths:
-            templates[".".join("*" if s.isdigit() else s for s in path.split("."))].append(path)
+            templates[generic(path)].append(path)
         patterns = {pattern_of(members, names): members for members in templates.values()}
         for pattern, parts in grouped(list(patterns)):
             members = [path for part in parts for path in patterns[part]]
@@ -88,11 +89,7 @@ def _note(model: nn.Module, paths: list[str], said: Said) -> str:
     """What the rule saves, in bytes of the example's dtype."""
     parts = []
     if said.params:
-        held = sum(
-            p.numel() * p.element_size()
-            for path in paths
-            for name, p in ((n, model.get_submodule(path).get_parameter(n)) for n in said.params)
-        )
+        held = sum(model.get_submodule(path).get_parameter(name).nbytes for path in paths for name in said.params)
         parts.append(f"{bytes_text(held)} of parameters split")
     if said.output or said.input:
         parts.append(", ".join(dict.fromkeys(said.notes)))
@@ -125,15 +122,6 @@ class Boundaries:
                 if path in owners:
                     found.append((path, key if many > 1 else ""))
         return found
-
-    def equals(self, path: str) -> tuple[str, ...]:
-        """`path` and the same module in the layers that its layer stands for."""
-        found = [path]
-        for first, others in self.program.repeats.items():
-            for one in list(found):
-                if one == first or one.startswith(f"{first}."):
-                    found += [p for other in others[1:] if (p := other + one[len(first) :]) not in found]
-        return tuple(found)
 
     def hosts(self, moved: Moved, gathers: bool, choice: Choice) -> list[tuple[str, str, str, Placement]]:
         """(module, side, key, placement) that declare `moved`; none where operations ask for it by themselves."""
