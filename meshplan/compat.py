@@ -386,10 +386,11 @@ def returns_gradient(p: torch.Tensor) -> bool:
     # Not `get_gradient_edge`: it takes a view, and a DTensor cut part by part has sizes that no view fits.
     with torch.enable_grad():
         node = torch.ops.aten.alias(p).grad_fn.next_functions[0][0]
-    try:  # whether it says yes or no
-        return torch._C._will_engine_execute_node(node) is None
+    try:
+        torch._C._will_engine_execute_node(node)
     except RuntimeError:
         return True
+    return False
 
 
 def accumulates(leaf: Any) -> bool:

@@ -17,6 +17,7 @@ from meshplan.compiler.kinds import Kind
 from meshplan.compiler.layout import Axis
 from meshplan.compiler.rules.views import dim_groups
 from meshplan.mesh.spec import MeshSpec
+from meshplan.plan.patterns import generic
 from meshplan.plan.placements import Shard
 from meshplan.runtime.comm import chunk_sizes
 
@@ -59,10 +60,6 @@ def needed(name: str, x: Tensor, out: Tensor, kind: Kind, axis: Axis, source: fr
     return None
 
 
-def _nameless(name: str) -> str:
-    return ".".join("#" if part.isdigit() else part for part in name.split("."))
-
-
 def sub_axes(axis: str) -> tuple[str, str]:
     """Names of the two axes that a split axis becomes: over heads, and over copies of one head."""
     return f"{axis}_kv", f"{axis}_rep"
@@ -102,9 +99,9 @@ def with_copies(
     """Kinds of all parameters after `split`. What holds for a projection holds for its namesakes in the other layers."""
     k = next(i for i, axis in enumerate(axes) if axis.name == split.axis)
     out = {name: list(own) for name, own in kinds.items()}
-    alike = {(_nameless(name), params[name].shape, kinds[name][k]) for name in split.params}
+    alike = {(generic(name), params[name].shape, kinds[name][k]) for name in split.params}
     for name in out:
         kind = out[name][k]
-        if isinstance(kind, Shard) and (_nameless(name), params[name].shape, kind) in alike:
+        if isinstance(kind, Shard) and (generic(name), params[name].shape, kind) in alike:
             out[name][k] = replace(kind, copies=axes[k].degree // split.pieces)
     return out

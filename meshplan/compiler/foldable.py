@@ -12,7 +12,7 @@ from meshplan.compiler.bind import Bound
 from meshplan.compiler.capture import capture
 from meshplan.compiler.kinds import Kind
 from meshplan.compiler.precision import Precision
-from meshplan.compiler.repeats import confirmed, equal_layers, input_signature
+from meshplan.compiler.repeats import confirmed, equal_layers, input_signature, shared_keys
 from meshplan.compiler.skeleton import fake_copy
 
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, int]]] = WeakKeyDictionary()
@@ -35,11 +35,7 @@ def foldable(
         trace = capture(fake_copy(model, mode), mode, (), inputs, None, precision.inputs if precision else None)
         known = _KNOWN[model] = (key, confirmed(every, trace))
     same = known[1]
-    pairs = {path: (group, same[path]) for path, group in groups.items() if path in same}
-    numbers: dict[Any, int] = {}
-    found = {path: numbers.setdefault(pair, len(numbers)) for path, pair in pairs.items()}
-    many = [n for n in numbers.values() if list(found.values()).count(n) > 1]
-    return {path: n for path, n in found.items() if n in many}
+    return shared_keys({path: (group, same[path]) for path, group in groups.items() if path in same})
 
 
 def heard_inside(traced: nn.Module, groups: Mapping[str, int]) -> bool:

@@ -229,19 +229,18 @@ class Redistributing(Known):
             return
         host = common_host(x, frames, self.frames.snapshot())
         axis = self.axes[k].name
+        gathered = isinstance(self.info(x).kinds[k], Shard) and want in (R, I)
+        kind = self.decisions.gathered.get((first, axis), R) if gathered else want
         if host is not None and (Site("input", *host), axis) not in self.decisions.contested:
             site = Site("input", *host)
             if here in self.decisions.declared:
                 self.decisions.declared.add(site)
             if site != first:
-                gathered = isinstance(self.info(x).kinds[k], Shard) and want in (R, I)
-                kind = self.decisions.gathered.get((first, axis), R) if gathered else want
                 self.decisions.add(site, axis, kind, where)
             return
         outer = self._enclosing(x, axis, first, here)
         if outer is not None:
-            gathered = isinstance(self.info(x).kinds[k], Shard) and want in (R, I)
-            self.decisions.add(outer, axis, self.decisions.gathered.get((first, axis), R) if gathered else want, where)
+            self.decisions.add(outer, axis, kind, where)
             return
         self.result.shared |= {first, here}
         for move in moves:

@@ -38,9 +38,14 @@ def equal_layers(model: nn.Module, bound: Bound, kinds: Mapping[str, list[Kind]]
             for name, child in parent.named_children():
                 inner = f"{path}.{name}" if path else name
                 keys[inner] = _describe(child, inner, "", bound, kinds, params, places)
+    return shared_keys(keys), numbered
+
+
+def shared_keys(keys: Mapping[str, Any]) -> dict[str, int]:
+    """The paths whose key another path has too, each with a number for its key."""
     counts = Counter(keys.values())
     numbers: dict[Any, int] = {}
-    return {path: numbers.setdefault(key, len(numbers)) for path, key in keys.items() if counts[key] > 1}, numbered
+    return {path: numbers.setdefault(key, len(numbers)) for path, key in keys.items() if counts[key] > 1}
 
 
 def _places(parent: nn.Module) -> frozenset[tuple[str, str]]:
@@ -97,9 +102,7 @@ def confirmed(groups: Mapping[str, int], trace: Trace) -> dict[str, int]:
         for path in _holding(call.module, made):
             made[path].append(_normalised(call, call.module[len(path) :], trace, local[path]))
     keys = {path: (group, tuple(made[path])) for path, group in groups.items()}
-    counts = Counter(keys.values())
-    numbers: dict[Any, int] = {}
-    return {path: numbers.setdefault(key, len(numbers)) for path, key in keys.items() if counts[key] > 1}
+    return shared_keys(keys)
 
 
 def _holding(module: str, paths: Mapping[str, Any]) -> list[str]:

@@ -65,7 +65,7 @@ def touched(func: Callable[..., Any], ins: Sequence[Tensor], outs: Sequence[Tens
     """Bytes read and written forward; none by what only makes a view."""
     if getattr(func, "__name__", "") in _VIEWS:
         return 0.0
-    return float(sum(t.numel() * t.element_size() for t in (*ins, *outs)))
+    return float(sum(t.nbytes for t in (*ins, *outs)))
 
 
 _VIEWS = frozenset(

@@ -48,8 +48,8 @@ def unused(pattern: str, names: Iterable[str]) -> list[str]:
 def nearest(pattern: str, names: Iterable[str], n: int = 3) -> list[str]:
     """Up to `n` names like `pattern`, the most alike first. Where the pattern has wildcards, indices of names are
     written `*`, so that `layers.*.up` is told of `layers.*.mlp.up` once and not once per layer."""
-    generic = any(mark in pattern for mark in "*[")
-    seen = dict.fromkeys(_generic(name) if generic else name for name in names if name)
+    starred = any(mark in pattern for mark in "*[")
+    seen = dict.fromkeys(generic(name) if starred else name for name in names if name)
     try:
         forms = [re.sub(r"\[[^\]]*\]", "*", text) for text, _ in _expand(pattern)][:16]
     except PlanError:
@@ -65,7 +65,8 @@ def _likeness(pattern: str, name: str) -> float:
     return whole + last
 
 
-def _generic(name: str) -> str:
+def generic(name: str) -> str:
+    """`name` with its numbers as stars: `layers.3.up` is `layers.*.up`."""
     return ".".join("*" if segment.isdigit() else segment for segment in name.split("."))
 
 
