@@ -306,7 +306,7 @@ def _one_pass(
     def packed(t: Tensor) -> Tensor:
         for timeline in watching:
             timeline.saved(t)
-        return t
+        return t if t.grad_fn is None else t.detach()  # a node that saves its own result would keep itself for good
 
     saving = torch.autograd.graph.saved_tensors_hooks(packed, lambda t: t)
     try:
