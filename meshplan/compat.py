@@ -498,3 +498,20 @@ def hook_tables(x: Any, gradient: bool) -> list[dict[int, Any]]:
     """The tables of hooks on the gradients of a module or a tensor, or around a module's forward."""
     names = ("backward", "backward_pre", "post_accumulate_grad") if gradient else ("forward", "forward_pre")
     return [table for name in names if (table := getattr(x, f"_{name}_hooks", None)) is not None]
+
+
+def next_node() -> int:
+    """The number that autograd gives to the next node this thread makes; numbers rise. Private: `_get_sequence_nr`."""
+    return torch.autograd._get_sequence_nr()  # type: ignore[no-any-return]
+
+
+def node_number(node: Any) -> int:
+    """The number of a node of autograd's graph. Private: `Node._sequence_nr`; those of leaves are the largest there is."""
+    return node._sequence_nr()  # type: ignore[no-any-return]
+
+
+def gradient_node(t: torch.Tensor) -> Any:
+    """The node that the gradient of `t`, which needs one, arrives at: that of its maker, or of the leaf itself. No function
+    mode sees how the leaf is asked. Private: `DisableTorchFunction`."""
+    with torch._C.DisableTorchFunction():
+        return torch.autograd.graph.get_gradient_edge(t).node

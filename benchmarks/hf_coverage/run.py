@@ -55,7 +55,7 @@ def run_all(cases: Sequence[Case], work: Callable[[str, str], dict[str, Any]], c
     with _bar() as bar:
         task = bar.add_task("cases", total=len(cases), completed=len(cases) - len(left), last="")
         while left:
-            for case, result in _batch(left, work, jobs):
+            for case, result in _batch(left[: 25 * jobs], work, jobs):  # then in new processes: memory grows
                 cache.add(result)
                 left.remove(case)
                 bar.update(task, advance=1, last=f"{result['type']} {result['composition']}: {result['outcome']}")
@@ -65,7 +65,7 @@ def _batch(
     left: Sequence[Case], work: Callable[[str, str], dict[str, Any]], jobs: int
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Results as they come, until all are there or a process died; alone, a case whose process dies has failed."""
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=quiet, max_tasks_per_child=25)
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=quiet)
     futures: dict[Future[dict[str, Any]], Case] = {pool.submit(work, *case): case for case in left}
     try:
         for future in as_completed(futures):

@@ -74,7 +74,7 @@ def fsdp_of(model: nn.Module, core: Core, rank: int = 0) -> tuple[tuple[FsdpUnit
         model, core.bound.fsdp_units, shard=shard, strategy=section.strategy,  # type: ignore[arg-type]
         reshard_after_forward=section.reshard_after_forward, shard_dim_of=lambda p: cuts[by_id[id(p)]],
         local_shape_of=lambda name, p: local_param_shape(core.params[name], spec, rank),
-        unused=frozenset(n for n, p in core.params.items() if not p.reduce), whole=kept_whole(core),
+        unused=frozenset(n for n, p in core.params.items() if not p.reached), whole=kept_whole(core),
     )  # fmt: skip
     strategy: Any = section.strategy  # the plan has checked that it is one of FSDP's
     replicas = copies if copies > 1 else None
@@ -189,13 +189,16 @@ class Walk:
             self.out.append(_collective("backward", sent, e))
 
     def _recomputed(self, enter: int, leave: int) -> None:
-        """Backward of a recomputed unit: mates after its last saved tensor, its forward again up to there, the rest."""
-        last = max((j for j in range(enter, leave) if self.events[j].what == "saved"), default=enter)
+        """Backward of a recomputed unit: mates after the last saved tensor that is read, its forward again up to the last
+        saved one, the rest. Where nothing that it saved is read, it does not run again."""
+        saved = [j for j in range(enter, leave) if self.events[j].what == "saved"]
+        read = max((j for j in saved if self.events[j].grad), default=enter)
         self._passed(self.events[leave], leave)
-        self._backward(last + 1, leave)
-        # The unit's own hooks stand outside the recompute; hooks of units inside it run again.
-        self._forward(enter + 1, last + 1, "backward", recompute=True)
-        self._backward(enter + 1, last + 1)
+        self._backward(read + 1, leave)
+        if read > enter:
+            # The unit's own hooks stand outside the recompute; hooks of units inside it run again.
+            self._forward(enter + 1, saved[-1] + 1, "backward", recompute=True)
+            self._backward(enter + 1, read + 1)
         self._passed(self.events[enter], enter)
 
     def _gradients(self) -> Iterator[Collective]:

@@ -324,7 +324,8 @@ def _one_pass(
         watching.clear()  # autograd's graph keeps `packed`, and this pass keeps the graph
     if run.cursor != len(trace.calls):
         raise run.diverged("its forward ends")
-    run.result.timeline.reached(tensors_in(out))
+    leaves = run.result.timeline.reached(tensors_in(out))
+    run.result.reached = {name for name, p in local.named_parameters() if id(p) in leaves}
     run.result.kept = refusal_of_kept(run, local)
     return run
 
@@ -394,7 +395,7 @@ def _params(bound: Bound, result: Pass, axes: list[Axis], kinds: dict[str, list[
         name: ParamPlan(
             name, p.shape, str(p.dtype).removeprefix("torch."), p.requires_grad,
             tuple((a.name, k) for a, k in zip(axes, kinds[name], strict=True) if isinstance(k, Shard)),
-            (*(a.name for a in axes if a.name in reduce.get(name, ())), *copied[name]),
+            (*(a.name for a in axes if a.name in reduce.get(name, ())), *copied[name]), name in result.reached,
         )
         for name, p in bound.params.items()
     }  # fmt: skip

@@ -22,6 +22,7 @@ class _Found:
     uses: list
     layouts: list
     calls: list
+    reached: list[str]
 
 
 def expand_repeats(result: Pass, settled: Decisions) -> None:
@@ -48,6 +49,7 @@ def _inside(result: Pass, path: str) -> _Found:
         [item for item in result.param_use.items() if under(item[0][0])],
         [item for item in result.layouts if item[0].startswith(prefix)],
         [(a, b) for a, b in result.calls if under(a) and under(b)],
+        [name for name in result.reached if under(name)],
     )
 
 
@@ -76,6 +78,7 @@ def _copy(result: Pass, settled: Decisions, found: _Found, old: str, new: str) -
     for path, side, key, shape, kinds in found.layouts:
         result.layouts.append((here(path) or path, side, key, shape, kinds))
     result.calls |= {(here(a) or a, here(b) or b) for a, b in found.calls}
+    result.reached |= {here(name) or name for name in found.reached}
 
 
 def _moved_edit(edit: Edit, here: Here) -> Edit:

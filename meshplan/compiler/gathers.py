@@ -54,7 +54,7 @@ def regathered(events: Iterable[Event], bound: Bound, shared: set[Site]) -> tupl
         last = e.what == "saved" and e.site is not None and e.site not in shared
         if last and _inside(e.module, bound.regather_units):
             _check(e, bound)
-            e = replace(e, backward=e.again, kept=e.choice[1])
+            e = replace(e, backward=e.again if e.grad else (), kept=e.choice[1])
         out.append(e)
     return tuple(out)
 

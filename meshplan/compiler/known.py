@@ -32,6 +32,7 @@ class Pass:
 
     `calls` are (caller, callee) module paths, `repeats` (module, the equal one whose propagation stands for it), in order;
     `reads` are (module, parameter that its own code uses); `kept` is the refusal of what the forward left on a module;
+    `reached` are parameters that a backward from the outputs gives a gradient;
     `decided` has one item a call, for the checks.
     """
 
@@ -46,6 +47,7 @@ class Pass:
     layouts: list[tuple[str, str, str, tuple[int, ...], list[Kind]]] = field(default_factory=list)
     timeline: Timeline = field(default_factory=Timeline)
     shared: set[Site] = field(default_factory=set)
+    reached: set[str] = field(default_factory=set)
     calls: set[tuple[str, str]] = field(default_factory=set)
     repeats: list[tuple[str, str]] = field(default_factory=list)
     decided: list[Decided] = field(default_factory=list)

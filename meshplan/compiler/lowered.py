@@ -39,6 +39,7 @@ class ParamPlan:
         name: its canonical name.
         shards: (axis, Shard) for every non-data axis it is sharded on, outermost first.
         reduce: axes on which its gradient is a partial sum when backward has run (data axes: a partial mean).
+        reached: whether a backward from the outputs gives it a gradient.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ParamPlan:
     requires_grad: bool
     shards: tuple[tuple[str, Shard], ...]
     reduce: tuple[str, ...]
+    reached: bool = True
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Propagation(Calls, TorchFunctionMode):
             )
         keys = argument_keys(module, args, kwargs)
         leaves = self._alike(path, keys, leaves)
-        self.result.timeline.enter(path, any(isinstance(x, Tensor) and x.requires_grad for x in leaves))
+        self.result.timeline.enter(path, [x for x in leaves if isinstance(x, Tensor)])
         handed = len(self.result.moves)
         moved = self._at_inputs(path, keys, leaves)
         if self.frames.stack:
@@ -125,7 +125,7 @@ class Propagation(Calls, TorchFunctionMode):
             moved.append(x)
         self.frames.leave()
         self.stack.leave()
-        self.result.timeline.leave(path, any(isinstance(x, Tensor) and x.requires_grad for x in moved))
+        self.result.timeline.leave(path, [x for x in moved if isinstance(x, Tensor)])
         if self.frames.stack:
             for key, x in zip(keys, moved, strict=True):
                 if isinstance(x, Tensor):

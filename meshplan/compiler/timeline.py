@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshplan import compat
+from meshplan.compiler.reach import Reach, node_of
 from meshplan.compiler.repeats import moved_path
 from meshplan.compiler.sites import Site
 from meshplan.errors import Where
@@ -33,7 +34,8 @@ class Sent:
 @dataclass(frozen=True)
 class Event:
     """`what` is "move", "operator", "enter", "leave" or "saved". Moves and operators carry what they send each way;
-    `grad` says whether the mate runs: a result that is only used detached never gets a gradient.
+    `grad` says whether a backward from the outputs comes by: whether the mate runs, a gradient enters or leaves the module,
+    what was saved is read. It does not come to a result that is only used detached, or that nobody uses.
 
     A "saved" event says that backward keeps something, `kept` new bytes of it. One with a `site` is the last use of
     what was gathered at that input: `choice` is the bytes that are new if the whole tensor is kept, or the shard is;
@@ -54,6 +56,19 @@ class Event:
     written: bool = False
     again: tuple[Sent, ...] = ()
     node: Any = field(default=None, repr=False, compare=False)  # of autograd, until `Timeline.reached`
+
+
+@dataclass(frozen=True)
+class _Edge:
+    """Where a module begins or ends in autograd's graph: the nodes of what crosses, the number of the next node made."""
+
+    nodes: tuple[Any, ...]
+    number: int
+
+
+def _edge(what: str, path: str, tensors: Sequence[Tensor]) -> Event:
+    nodes = tuple(n for n in map(node_of, tensors) if n is not None)
+    return Event(what, path, grad=bool(nodes), node=_Edge(nodes, compat.next_node()))
 
 
 @dataclass
@@ -82,16 +97,16 @@ class Timeline:
     def heard(self, op: str, group: AxisGroup, full: Tensor) -> None:
         self._heard.append(Sent(op, group.axis, group.size, full.numel(), str(full.dtype).removeprefix("torch.")))
 
-    def enter(self, path: str, grad: bool) -> None:
-        """A module begins; `grad`: one of its inputs needs a gradient."""
-        self.events.append(Event("enter", path, grad=grad))
+    def enter(self, path: str, inputs: Sequence[Tensor]) -> None:
+        """A module begins, handed `inputs`."""
+        self.events.append(_edge("enter", path, inputs))
 
-    def leave(self, path: str, grad: bool) -> None:
-        """A module ends; `grad`: one of its outputs needs a gradient."""
+    def leave(self, path: str, outputs: Sequence[Tensor]) -> None:
+        """A module ends and returns `outputs`."""
         for key, g in list(self._live.items()):
             if g.path == path:
                 self._settle(self._live.pop(key))
-        self.events.append(Event("leave", path, grad=grad))
+        self.events.append(_edge("leave", path, outputs))
 
     def repeat(self, start: int, end: int, old: str, new: str) -> None:
         """Events `start` to `end`, which module `old` made, once more for its equal `new`."""
@@ -108,19 +123,21 @@ class Timeline:
         self._live[compat.storage_key(whole)] = _Gathered(path, whole, shard, whole._version, self.events[-1])
 
     def saved(self, t: Tensor) -> None:
-        """Autograd keeps `t`."""
+        """Autograd keeps `t` for the node that it has just made."""
+        made = (compat.next_node() - 1,)
         g = self._live.get(compat.storage_key(t))
         if g is not None and g.whole.dtype == t.dtype:
             g.last = len(self.events)
-            self.events.append(Event("saved", ""))
+            self.events.append(Event("saved", "", node=made))
             return
         kept = self._new_bytes(t)
         last = len(self.events) - 1
         own = last < 0 or self.events[last].what != "saved" or any(g.last == last for g in self._live.values())
         if own or self.events[last].site is not None:
-            self.events.append(Event("saved", "", kept=kept))
+            self.events.append(Event("saved", "", kept=kept, node=made))
         else:
-            self.events[last] = replace(self.events[last], kept=self.events[last].kept + kept)
+            e = self.events[last]
+            self.events[last] = replace(e, kept=e.kept + kept, node=e.node + made)
 
     def _new_bytes(self, t: Tensor) -> int:
         key = compat.storage_key(t)
@@ -158,20 +175,29 @@ class Timeline:
         )
         return out
 
-    def reached(self, outputs: Sequence[Tensor]) -> None:
-        """The forward is over. Mates of what no gradient of `outputs` comes to will not run."""
-        todo = [t.grad_fn for t in (*outputs, *self.roots) if t.grad_fn is not None]
-        nodes = set(todo)
-        while todo:
-            for node, _ in todo.pop().next_functions:
-                if node is not None and node not in nodes:
-                    nodes.add(node)
-                    todo.append(node)
+    def reached(self, outputs: Sequence[Tensor]) -> set[int]:
+        """The forward is over. What no gradient of `outputs` comes to will not run; returns the `Reach.leaves`."""
+        reach = Reach([*outputs, *self.roots])
+        inside: list[tuple[int, _Edge]] = []  # index and inputs of the modules that are not left yet
         for i, e in enumerate(self.events):
-            if e.node is not None:
-                live = e.node in nodes
-                self.events[i] = replace(e, node=None, grad=e.grad and live, backward=e.backward if live else ())
+            node, live = e.node, e.grad
+            if e.what == "enter":
+                inside.append((i, node))
+            elif e.what == "leave":
+                at, inputs = inside.pop()
+                live = live and any(map(reach.node, node.nodes))
+                entered = live and (
+                    reach.through(inputs.nodes, inputs.number, node.number)
+                    or any(n in node.nodes for n in inputs.nodes)  # handed back as it came
+                )
+                self.events[at] = replace(self.events[at], grad=self.events[at].grad and entered)
+            elif e.what == "saved":
+                live = reach.numbers(node)
+            elif node is not None:
+                live = live and reach.node(node)
+            self.events[i] = replace(e, node=None, grad=live, backward=e.backward if live else ())
         self.roots.clear()
+        return reach.leaves()
 
     def forget(self) -> None:
         """Let go of autograd's graph after a forward that failed: it holds on to this pass through what it saved, out of sight
