@@ -90,6 +90,7 @@ class Timeline:
         self.events: list[Event] = []
         self.constants: set[int] = set()  # storages of parameters and buffers, which are there anyway
         self.roots: list[Tensor] = []  # what else a gradient comes from: the inputs of layers that were not run
+        self._stood_for: dict[int, int] = {}  # where a layer that was not run is entered: where its equal was
         self._heard: list[Sent] = []
         self._live: dict[int, _Gathered] = {}
         self._stored: set[int] = set()
@@ -109,14 +110,20 @@ class Timeline:
         self.events.append(_edge("leave", path, outputs))
 
     def repeat(self, start: int, end: int, old: str, new: str) -> None:
-        """Events `start` to `end`, which module `old` made, once more for its equal `new`."""
-        for e in self.events[start:end]:
+        """Events `start` to `end`, which module `old` made, once more for its equal `new`, which has been entered."""
+        self._stood_for[self._entered(len(self.events), new)] = self._entered(start, old)
+        for i, e in enumerate(self.events[start:end], start):
+            if i in self._stood_for:
+                self._stood_for[len(self.events)] = self._stood_for[i]
             module = moved_path(e.module, old, new)
             if module is None:
                 self.events.append(e)
                 continue
             site = replace(e.site, module=moved_path(e.site.module, old, new) or e.site.module) if e.site else None
             self.events.append(replace(e, module=module, site=site))
+
+    def _entered(self, before: int, path: str) -> int:
+        return next(i for i in reversed(range(before)) if (self.events[i].what, self.events[i].module) == ("enter", path))
 
     def gathered(self, path: str, whole: Tensor, shard: Tensor) -> None:
         """The last move gathered `whole` from `shard` at an input of module `path`."""
@@ -186,11 +193,13 @@ class Timeline:
             elif e.what == "leave":
                 at, inputs = inside.pop()
                 live = live and any(map(reach.node, node.nodes))
-                entered = live and (
-                    reach.through(inputs.nodes, inputs.number, node.number)
-                    or any(n in node.nodes for n in inputs.nodes)  # handed back as it came
-                )
-                self.events[at] = replace(self.events[at], grad=self.events[at].grad and entered)
+                if at in self._stood_for:
+                    entered = self.events[self._stood_for[at]].grad
+                else:  # a node inside asks for it, or it is handed back as it came
+                    entered = reach.through(inputs.nodes, inputs.number, node.number) or any(
+                        n in node.nodes for n in inputs.nodes
+                    )
+                self.events[at] = replace(self.events[at], grad=self.events[at].grad and live and entered)
             elif e.what == "saved":
                 live = reach.numbers(node)
             elif node is not None:

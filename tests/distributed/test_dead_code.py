@@ -1,0 +1,78 @@
+"""Layers whose result nobody uses, and gradients that are whole already: what is listed is what ranks send."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshplan as mp
+
+S = mp.S
+
+
+class Mixer(nn.Module):
+    """Two projections; the second one's result goes nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.used(x).tanh()
+        self.idle(h).square()
+        return h
+
+
+class Dead(nn.Module):
+    """A mixer, a whole block of whose result nothing comes, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.lost, self.head = Mixer(), Mixer(), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mixer(x)
+        self.lost(x)
+        return self.head(x).square().mean()
+
+
+class Late(nn.Module):
+    """A unit whose only input needs no gradient: FSDP reduces it after the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Embedding(7, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return (self.first(tokens).var(0, correction=0) * self.scale).tanh().mean()
+
+
+
+def passes(model, plan: mp.Plan, world: int) -> None:
+    found = mp.verify(model, plan, world, dtype=torch.float64)
+    assert found.passed, str(found)
+    assert any(c.name == "collectives" for c in found.checks)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1"])
+@pytest.mark.parametrize("recompute", [(), ("lost", "mixer")], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=["fsdp", "fsdp x tp"])
+def test_a_layer_that_nothing_comes_of(mesh, recompute, strategy):
+    world = 2 * mesh.get("tp", 1)
+    rules = [mp.Rule("{mixer,lost}.{used,idle}", use="colwise")] if "tp" in mesh else []
+    plan = mp.Plan(
+        mesh=mesh, inputs={"x": mp.Input((4, 6), torch.float64, {"dp": S(0)})}, rules=rules,
+        fsdp=mp.Fsdp(units=["mixer", "lost"], strategy=strategy), recompute=mp.Recompute(units=recompute),
+    )  # fmt: skip
+    passes(Dead, plan, world)
+
+
+@pytest.mark.parametrize("mesh", [{"dp_replicate": 2}, {"dp_shard": 2}, {"dp_replicate": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("place", [{"dp": S(0)}, {}], ids=["rows", "whole"])
+def test_gradients_that_are_whole_on_data_axes_are_averaged_all_the_same(mesh, place):
+    plan = mp.Plan(
+        mesh=mesh, inputs={"tokens": mp.Input((4, 5), torch.int64, place)},
+        rules=[mp.Rule("first", use="embedding")] if "tp" in mesh else [], fsdp=mp.Fsdp(units=["first"]),
+    )  # fmt: skip
+    passes(Late, plan, 4 if "tp" in mesh else 2)
