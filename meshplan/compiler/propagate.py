@@ -165,13 +165,14 @@ class Propagation(Calls, TorchFunctionMode):
         if given != first.given or any(isinstance(k, Pending) for i in first.infos for k in i.kinds):
             raise FullTraceNeeded(path)
         self.paused = True
-        timeline.roots += tensors_in(inputs)
         out = like(first.out, first.inputs, inputs)
         self.paused = False
         for t, old, value in zip(tensors_in(out), first.infos, planned.outs, strict=True):
             if id(t) not in self.infos:
                 self.label(t, Info(value, list(old.kinds), old.data))
-        timeline.repeat(first.start, first.end, first.path, path)
+        held = [id(x) for x in first.inputs]
+        made = [(a, b) for a, b in zip(tensors_in(first.out), tensors_in(out), strict=True) if id(a) not in held]
+        timeline.repeat(first.start, first.end, first.path, path, made)
         self.result.repeats.append((path, first.path))
         return out
 

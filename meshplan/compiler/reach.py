@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -53,3 +53,19 @@ class Reach:
 def node_of(t: Tensor) -> Any:
     """The node that a gradient of `t` arrives at; None if it needs none."""
     return compat.gradient_node(t) if t.requires_grad else None
+
+
+def sources(out: Tensor, inputs: Sequence[Tensor]) -> list[bool]:
+    """For each of the `inputs` of a computation, whether a gradient of its result `out` comes to it."""
+    ends = [node_of(x) for x in inputs]
+    todo = [node_of(out)]
+    seen = {None, *todo}
+    while todo:
+        node = todo.pop()
+        if node is None or node in ends:
+            continue
+        for further, _ in node.next_functions:
+            if further not in seen:
+                seen.add(further)
+                todo.append(further)
+    return [end is not None and end in seen for end in ends]

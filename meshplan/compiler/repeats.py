@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshplan import compat
 from meshplan.compiler.bind import Bound
 from meshplan.compiler.kinds import Kind
+from meshplan.compiler.reach import sources
 
 if TYPE_CHECKING:
     from meshplan.compiler.capture import Call, Trace
@@ -205,18 +206,37 @@ def input_signature(args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 
 def like(out: Any, old_inputs: list[Any], new_inputs: list[Any]) -> Any:
-    """An output of the same shape as `out`: inputs that were passed through are the new inputs, other tensors are fresh."""
+    """An output of the same shape as `out`: inputs that were passed through are the new inputs, other tensors are fresh, and
+    their gradients go to the inputs that those of `out` go to."""
     leaves, structure = compat.flatten(out)
-    through = {id(old): new for old, new in zip(old_inputs, new_inputs, strict=True) if isinstance(old, Tensor)}
-    return compat.unflatten([_fresh(x, through) if isinstance(x, Tensor) else x for x in leaves], structure)
+    given = [(x, new) for x, new in zip(old_inputs, new_inputs, strict=True) if isinstance(x, Tensor)]
+    return compat.unflatten([_fresh(x, given) if isinstance(x, Tensor) else x for x in leaves], structure)
 
 
-def _fresh(x: Tensor, through: Mapping[int, Tensor]) -> Tensor:
-    if id(x) in through:
-        return through[id(x)]
-    made = torch.empty_like(x, requires_grad=False)
-    # Not a leaf, since the model may write into it.
-    return made.requires_grad_().clone() if x.requires_grad else made
+def _fresh(x: Tensor, given: list[tuple[Tensor, Tensor]]) -> Tensor:
+    for old, new in given:
+        if old is x:
+            return new
+    if not x.requires_grad:
+        return torch.empty_like(x, requires_grad=False)
+    came = sources(x, [old for old, _ in given])
+    inputs = [new for (_, new), comes in zip(given, came, strict=True) if comes]
+    # Either way not a leaf, since the model may write into it.
+    made: Tensor = _StandIn.apply(x, *inputs) if inputs else torch.empty_like(x).requires_grad_().clone()  # type: ignore[no-untyped-call]
+    return made
+
+
+class _StandIn(torch.autograd.Function):
+    """What a layer that was not run returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("a layer that was not run has no backward")
 
 
 class Equals:

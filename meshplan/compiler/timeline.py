@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshplan import compat
 from meshplan.compiler.reach import Reach, node_of
-from meshplan.compiler.repeats import moved_path
+from meshplan.compiler.repeats import FullTraceNeeded, moved_path
 from meshplan.compiler.sites import Site
 from meshplan.errors import Where
 from meshplan.runtime.comm import AxisGroup
@@ -89,8 +89,7 @@ class Timeline:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.constants: set[int] = set()  # storages of parameters and buffers, which are there anyway
-        self.roots: list[Tensor] = []  # what else a gradient comes from: the inputs of layers that were not run
-        self._stood_for: dict[int, int] = {}  # where a layer that was not run is entered: where its equal was
+        self._standing: list[tuple[str, list[Any], list[Any]]] = []  # layers not run: what their equal's returned, and theirs
         self._heard: list[Sent] = []
         self._live: dict[int, _Gathered] = {}
         self._stored: set[int] = set()
@@ -109,21 +108,17 @@ class Timeline:
                 self._settle(self._live.pop(key))
         self.events.append(_edge("leave", path, outputs))
 
-    def repeat(self, start: int, end: int, old: str, new: str) -> None:
-        """Events `start` to `end`, which module `old` made, once more for its equal `new`, which has been entered."""
-        self._stood_for[self._entered(len(self.events), new)] = self._entered(start, old)
-        for i, e in enumerate(self.events[start:end], start):
-            if i in self._stood_for:
-                self._stood_for[len(self.events)] = self._stood_for[i]
+    def repeat(self, start: int, end: int, old: str, new: str, made: list[tuple[Tensor, Tensor]]) -> None:
+        """Events `start` to `end`, which module `old` made, once more for its equal `new`; `made` are the new tensors that
+        each of them returns."""
+        self._standing.append((new, [node_of(a) for a, _ in made], [node_of(b) for _, b in made]))
+        for e in self.events[start:end]:
             module = moved_path(e.module, old, new)
             if module is None:
                 self.events.append(e)
                 continue
             site = replace(e.site, module=moved_path(e.site.module, old, new) or e.site.module) if e.site else None
             self.events.append(replace(e, module=module, site=site))
-
-    def _entered(self, before: int, path: str) -> int:
-        return next(i for i in reversed(range(before)) if (self.events[i].what, self.events[i].module) == ("enter", path))
 
     def gathered(self, path: str, whole: Tensor, shard: Tensor) -> None:
         """The last move gathered `whole` from `shard` at an input of module `path`."""
@@ -183,8 +178,14 @@ class Timeline:
         return out
 
     def reached(self, outputs: Sequence[Tensor]) -> set[int]:
-        """The forward is over. What no gradient of `outputs` comes to will not run; returns the `Reach.leaves`."""
-        reach = Reach([*outputs, *self.roots])
+        """The forward is over. What no gradient of `outputs` comes to will not run; returns the `Reach.leaves`.
+
+        Raises FullTraceNeeded for a layer of which a gradient asks something else than of the equal that stands for it."""
+        reach = Reach(outputs)
+        for path, theirs, own in self._standing:
+            if any(reach.node(a) != reach.node(b) for a, b in zip(theirs, own, strict=True)):
+                self.forget()
+                raise FullTraceNeeded(path)
         inside: list[tuple[int, _Edge]] = []  # index and inputs of the modules that are not left yet
         for i, e in enumerate(self.events):
             node, live = e.node, e.grad
@@ -193,26 +194,23 @@ class Timeline:
             elif e.what == "leave":
                 at, inputs = inside.pop()
                 live = live and any(map(reach.node, node.nodes))
-                if at in self._stood_for:
-                    entered = self.events[self._stood_for[at]].grad
-                else:  # a node inside asks for it, or it is handed back as it came
-                    entered = reach.through(inputs.nodes, inputs.number, node.number) or any(
-                        n in node.nodes for n in inputs.nodes
-                    )
+                entered = reach.through(inputs.nodes, inputs.number, node.number) or any(
+                    n in node.nodes for n in inputs.nodes  # handed back as it came
+                )
                 self.events[at] = replace(self.events[at], grad=self.events[at].grad and live and entered)
             elif e.what == "saved":
                 live = reach.numbers(node)
             elif node is not None:
                 live = live and reach.node(node)
             self.events[i] = replace(e, node=None, grad=live, backward=e.backward if live else ())
-        self.roots.clear()
+        self._standing.clear()
         return reach.leaves()
 
     def forget(self) -> None:
         """Let go of autograd's graph after a forward that failed: it holds on to this pass through what it saved, out of sight
         of the garbage collector."""
         self.events.clear()
-        self.roots.clear()
+        self._standing.clear()
         self._live.clear()
 
     def operator(self, call: Any, module: str, run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
