@@ -43,7 +43,10 @@ def unstable(single: nn.Module, batch: dict[str, Tensor], seed: int) -> bool:
     one, other = run_single(single, batch, seed)[0], run_single(moved, near, seed)[0]
     scale = max((float(g.abs().max()) for g in one.grads.values() if g.numel()), default=1.0)
     made = [o for e in one.log.entries for o in e.outs], [o for e in other.log.entries for o in e.outs]
-    return any(_moves(g, other.grads[name], 1e-6 * scale) for name, g in one.grads.items()) or any(
+    grads = [(g, other.grads[name]) for name, g in one.grads.items()]
+    for entry, twin in zip(one.log.entries, other.log.entries, strict=True):
+        grads += [(g, twin.grads[k]) for k, g in entry.grads.items() if k in twin.grads]
+    return any(_moves(a, b, 1e-6 * scale) for a, b in grads) or any(
         _moves(a, b, 1e-6) for a, b in zip(*made, strict=True) if a.is_floating_point()
     )
 

@@ -30,7 +30,7 @@ class Redistributing(Known):
             elif axis.name in declared:
                 place = declared[axis.name]
                 if isinstance(place, Shard):
-                    kind = normal(place, self.trace.values[self.info(x).value].dim())
+                    kind = self._declared_shard(place, x, axis.name, site)
                     if have != kind:
                         x = self.hosted(x, k, kind, None, site)
                 elif isinstance(place, Replicate) and not replicated(have):
@@ -41,6 +41,15 @@ class Redistributing(Known):
                         code="not-partial", module=site.module, legal="R or S(d)",
                     )  # fmt: skip
         return x
+
+    def _declared_shard(self, place: Shard, x: Tensor, axis: str, site: Site) -> Kind:
+        ndim = self.trace.values[self.info(x).value].dim()
+        if not -ndim <= place.dim < ndim:
+            raise PlanError(
+                f"{site} is declared {place} on {axis}, and is a tensor of {ndim} dims", code="dim-out-of-range",
+                module=site.module, legal=f"S({-ndim}) to S({ndim - 1})" if ndim else "R: a number has no dim to split",
+            )  # fmt: skip
+        return normal(place, ndim)
 
     def to_kind(self, x: Tensor, k: int, want: Kind, site: Site, where: Where | None = None) -> Tensor:
         """Move `x` to kind `want` on axis number `k`, here and now, reporting it at `site`."""

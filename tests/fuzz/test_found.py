@@ -348,3 +348,11 @@ def test_a_parameter_without_a_gradient_does_not_decay(pool, mesh):
     plan = mp.Plan(mesh=mesh, inputs={"x": mp.Input((4, 4), torch.float64, place)}, rules=rules)
     receipt = mp.verify(Unfinished, plan, nproc=2)
     assert receipt.passed, str(receipt)
+
+
+@pytest.mark.parametrize(("at", "place"), [("inner", S(-3)), ("inner", S(2)), ("", S(-1)), ("", S(0))])
+def test_a_boundary_split_on_a_dim_that_its_tensor_does_not_have(at, place):
+    # A negative one past the front was taken for another dim, or crashed.
+    with pytest.raises(mp.PlanError) as refused:
+        agrees(Squares(nn.Linear(4, 6)), {"x": (5, 4)}, {"tp": 2}, mp.Rule(at, output={"tp": place}))
+    assert refused.value.code == "dim-out-of-range"
