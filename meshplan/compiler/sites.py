@@ -29,7 +29,7 @@ class Site:
     key: str
 
     def __str__(self) -> str:
-        return f"{self.module or '(model)'} {self.side} {self.key}"
+        return f"{self.module or '(model)'} {self.side} {self.key}".rstrip()
 
 
 @dataclass(frozen=True)

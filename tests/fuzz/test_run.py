@@ -9,9 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fuzz.__main__ import one, report
+from benchmarks.fuzz.__main__ import report
 from benchmarks.fuzz.draw import case_of, draw
-from benchmarks.fuzz.oracle import judge
+from benchmarks.fuzz.log import Judged, Log
+from benchmarks.fuzz.oracle import Verdict, judge
+from benchmarks.fuzz.run import one, run
 from benchmarks.fuzz.shrink import shrink
 
 CASES = int(os.environ.get("FUZZ_CASES", "40"))
@@ -19,12 +21,29 @@ SEED = 1
 
 
 def test_every_case_is_exact_or_refused():
-    found = [outcome for outcome in (one(SEED, n) for n in range(CASES)) if outcome is not None]
-    wrong = [(number, v.code, v.detail) for number, _, v in found if v.kind == "wrong"]
+    found = [judged for _, judged in (one((SEED, n)) for n in range(CASES)) if judged is not None]
+    wrong = [(j.case, j.verdict.code, j.verdict.detail) for j in found if j.verdict.kind == "wrong"]
     assert not wrong, wrong[0]
-    said = report(SEED, range(CASES), found, 1.0)
+    said = report(found, 1.0)
     assert said.facts["percent of valid plans refused"] < 10
-    assert sum(v.kind == "exact" for _, _, v in found) > 0.6 * len(found)
+    assert sum(j.verdict.kind == "exact" for j in found) > 0.6 * len(found)
+
+
+def test_several_processes_give_the_verdicts_of_one():
+    cases = [(SEED, n) for n in range(1, 9)]
+    assert list(run(cases, 2)) == list(map(one, cases))
+
+
+def test_a_log_goes_on_where_it_was_stopped_and_a_wrong_case_can_be_judged_anew(tmp_path):
+    log = Log(tmp_path / "log")
+    log.add(3, 8, Judged(3, 8, True, Verdict("wrong", "crash", "why")))
+    log.add(3, 7, Judged(3, 7, False, Verdict("refused", "two-rules", "text", True)))
+    log.add(4, 1, None)
+    again = Log(tmp_path / "log")
+    assert set(again.found) == {(3, 8), (3, 7), (4, 1)} and [j.case for j in again.judged()] == [7, 8]
+    assert again.wrong() == [Judged(3, 8, True, Verdict("wrong", "crash", "why"))]
+    again.add(3, 8, Judged(3, 8, True, Verdict("exact")))
+    assert not Log(tmp_path / "log").wrong() and len(Log(tmp_path / "log").judged()) == 2
 
 
 @settings(max_examples=5, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
