@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -373,7 +372,7 @@ def capture(
     hooks.on(skeleton)
     if equals is not None:
         equals.intercept(skeleton, recorder.grouped)
-    with mode, torch.device("cpu"), recorder, recording() as asked:
+    with mode, compat.on_cpu(), recorder, recording() as asked:
         out = skeleton(*args, **kwargs)
     trace.asked = tuple(asked)
     trace.values = ids.values

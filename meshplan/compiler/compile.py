@@ -17,7 +17,7 @@ from meshplan.compiler.examples import Example, by_name, example_inputs
 from meshplan.compiler.expand import expand_repeats
 from meshplan.compiler.few_heads import SplitNeeded, split_spec, sub_axes, with_copies
 from meshplan.compiler.foldable import foldable, heard_inside
-from meshplan.compiler.fsdp_cuts import fsdp_cuts
+from meshplan.compiler.fsdp_cuts import fsdp_cuts, shards_parameters
 from meshplan.compiler.fsdp_reads import refuse_foreign_reads
 from meshplan.compiler.gathers import regathered, sites_regathered
 from meshplan.compiler.hooks import refuse_gradient_hooks
@@ -261,6 +261,8 @@ def _one_pass(
     heard = run.result.timeline.heard
     run.axes = [replace(a, group=type(a.group)(a.group.axis, a.group.size, a.group.rank, None, heard)) for a in axes]
     run.chooser.groups = abstract_groups(spec, rank, heard)
+    if shards_parameters(bound.plan, spec):
+        run.units, run.casts = frozenset(bound.fsdp_units), bound.plan.fsdp.param_dtype is not None  # type: ignore[union-attr]
     number = 0
 
     def label(module: nn.Module, prefix: str, number: int) -> int:
@@ -310,7 +312,7 @@ def _one_pass(
 
     saving = torch.autograd.graph.saved_tensors_hooks(packed, lambda t: t)
     try:
-        with mode, torch.device("cpu"), saving, run:
+        with mode, compat.on_cpu(), saving, run:
             try:
                 out = local(**inputs)
             except PYTHON_ERRORS as error:

@@ -155,7 +155,8 @@ class Redistributing(Known):
         if here.side in ("input", "output") and axis.name in self.declared(here.module, here.side, here.key):
             self.decisions.declared.add(here)
         own = self.info(x).param is not None and here.side == "call"  # a parameter is viewed anew at each use
-        key = (id(x), axis.name, str(want), here.module if here.side == "param" else str(here) if own else "")
+        apart = here.module if here.side == "param" else str(here) if own else self._handed_anew(x)
+        key = (id(x), axis.name, str(want), apart)
         if key in self.memo and not own:
             made, first, frames, moves = self.memo[key]
             self._share(x, k, want, first, here, frames, moves, where)
@@ -182,6 +183,13 @@ class Redistributing(Known):
         ):
             self.decisions.add(here, axis.name, self.info(out).kinds[k], where)
         return out
+
+    def _handed_anew(self, x: Tensor) -> str:
+        """The running FSDP unit that was handed `x`: FSDP2 gives it a tensor of its own, unknown to redistributions outside."""
+        if not (x.requires_grad or self.casts):
+            return ""
+        held = (f"{f.path}:{f.serial}" for f in reversed(self.frames.stack) if f.path in self.units and id(x) in f.inputs)
+        return next(held, "")
 
     def _gather(self, x: Tensor, k: int, site: Site, where: Where | None) -> Tensor:
         axis = self.axes[k].name
@@ -251,6 +259,9 @@ class Redistributing(Known):
         if outer is not None:
             self.decisions.add(outer, axis, kind, where)
             return
+        if here.side == "input" and any(here.module == g.path for g in self.trace.grouped):
+            # A layer that stands for others must be handed what they are, so it does not live on another module's result.
+            self.decisions.add(here, axis, kind, where)
         self.result.shared |= {first, here}
         for move in moves:
             self._record(here, move, where)

@@ -78,7 +78,7 @@ def install_regions(
         if path == "":
             around = _entrance(module, plan, region, around)
             around = _outside(root, around) if root is not None else around
-        install(module, Duties(path, around=around), {}, False)
+        install(module, Duties(path, around=around, always=True), {}, False)
 
 
 def _boundaries(module: nn.Module, path: str, plan: DTensorPlan, region: Region) -> Around:

@@ -118,7 +118,9 @@ def bind_program(
         duties = None
         if ins or outs or edits or around or "_meshplan_duties" in module.__dict__:
             positions = {name: i for i, name in enumerate(positional_names(module))}
-            duties = Duties(path, ins, outs, positions, edits or None, around, () if path else program.asked)
+            duties = Duties(
+                path, ins, outs, positions, edits or None, around, () if path else program.asked, always=not path
+            )
         install(module, duties, _views_of(module, path, views, core, canonical, dtensor), path in sleepers)
 
 

@@ -32,6 +32,9 @@ class Duties:
         asked: what the model hears when it asks whether it is traced (`meshplan.compiler.tracing`); the root's alone.
         around: called with (run, args, kwargs) in place of the whole: the root's step, or recompute.
         editing: what applies `edits`.
+        always: also where `forward` is called directly in a step, `child.forward(x)`, which runs no hooks either; the root and
+            what runs on DTensors.
+        called: whether the module has just been called, and its forward has not begun.
     """
 
     path: str
@@ -42,6 +45,8 @@ class Duties:
     around: Around | None = None
     asked: tuple[bool, ...] = ()
     editing: Callable[[Mapping[int, BoundEdit]], Editing] = Editing
+    always: bool = False
+    called: bool = False
 
     def __post_init__(self) -> None:
         # Where each input is found, worked out once: (position, name, path into it, convert).
@@ -106,7 +111,13 @@ def _forward_of(cls: type) -> Callable[..., Any]:
 
     @functools.wraps(base)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        around = self._meshplan_duties.around
+        duties: Duties = self._meshplan_duties
+        if not (duties.called or duties.always) and Step.depth:
+            # The calls inside were lowered as those of the module whose code says `child.forward(x)`.
+            own = self.__dict__.get("_meshplan_forward")
+            return base(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        duties.called = False
+        around = duties.around
         if around is None:
             return run(self, *args, **kwargs)
         return around(MethodType(run, self), args, kwargs)
@@ -114,8 +125,21 @@ def _forward_of(cls: type) -> Callable[..., Any]:
     return forward
 
 
+def _call_of(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        duties: Duties = self._meshplan_duties
+        duties.called = True
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            duties.called = False
+
+    return run
+
+
 _FORWARDS: dict[type, Callable[..., Any]] = {}
-_CALLS: dict[type, Callable[..., Any]] = {}
+_CALLS: dict[tuple[type, bool, bool], Callable[..., Any]] = {}
 
 
 def install(module: nn.Module, duties: Duties | None, views: Mapping[str, Any], sleeps: bool) -> None:
@@ -130,10 +154,12 @@ def install(module: nn.Module, duties: Duties | None, views: Mapping[str, Any], 
         module.__dict__["_meshplan_duties"] = duties
         if "forward" in module.__dict__:  # an instance's own forward would hide the class's
             module.__dict__["_meshplan_forward"] = module.__dict__.pop("forward")
-    if sleeps:
-        if cls not in _CALLS:
-            _CALLS[cls] = sleeping(cls.__call__)
-        call = _CALLS[cls]
+    if sleeps or duties is not None:
+        key = (cls, duties is not None, sleeps)
+        if key not in _CALLS:
+            told = cls.__call__ if duties is None else _call_of(cls.__call__)
+            _CALLS[key] = sleeping(told) if sleeps else told
+        call = _CALLS[key]
     module.__dict__["_meshplan_views"] = dict(views)
     if forward is not None or call is not None or views:
         reclass(module, lowered_class(cls, tuple(views), forward, call))
@@ -156,10 +182,10 @@ def in_step(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
-        Step.depth += 1
+        Step.enter()
         try:
             return call(*args, **kwargs)
         finally:
-            Step.depth -= 1
+            Step.leave()
 
     return run

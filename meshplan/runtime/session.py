@@ -55,11 +55,11 @@ class Session:
         self._select(args, kwargs)
         if torch.is_grad_enabled() and self.model.training:
             self._advance()
-        Step.depth += 1
+        Step.enter()
         try:
             out = run(*args, **kwargs)
         finally:
-            Step.depth -= 1
+            Step.leave()
         for x in (out,) if isinstance(out, Tensor) else compat.flatten(out)[0]:
             if isinstance(x, Tensor):
                 self.gradients.watch(x)

@@ -8,7 +8,7 @@ FSDP2 and checkpoints read `_parameters` and never see the view.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,24 @@ from meshplan.runtime.editing import Editing
 
 
 class Step:
-    """Whether this process is inside the forward (or a recompute) of a parallelised model."""
+    """Whether this process is inside the forward (or a recompute) of a parallelised model; the views it has made there.
+
+    However often a parameter is used in a step it has one view, whose gradient arrives once, when that of all uses is there:
+    FSDP2 would reduce a unit that is called twice at each call.
+    """
 
     depth = 0
+    views: ClassVar[dict[tuple[int, bool], tuple[Tensor, Tensor]]] = {}
+
+    @classmethod
+    def enter(cls) -> None:
+        cls.depth += 1
+
+    @classmethod
+    def leave(cls) -> None:
+        cls.depth -= 1
+        if not cls.depth:
+            cls.views.clear()
 
 
 class _Local(torch.autograd.Function):
@@ -77,10 +92,20 @@ def local_view(p: Tensor, moves: tuple[Callable[[Tensor], Tensor], ...]) -> Tens
         # A gradient that is a partial sum over an axis is reduced with all others, after backward: see gradients.py.
         x = p.to_local(grad_placements=p.placements)
     else:
-        x = _apply(p)
+        x = _view(p)
     for move in moves:
         x = move(x)
     return x
+
+
+def _view(p: DTensor) -> Tensor:
+    if not Step.depth or torch.is_inference_mode_enabled():
+        return _apply(p)
+    key = id(p), torch.is_grad_enabled() and p.requires_grad
+    held = Step.views.get(key)
+    if held is None:
+        held = Step.views[key] = p, _apply(p)
+    return held[1]
 
 
 def _recomputing() -> bool:

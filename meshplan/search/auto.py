@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
+from meshplan import compat
 from meshplan.compiler.examples import by_name
 from meshplan.compiler.skeleton import fake_world
 from meshplan.cost.machine import Machine
@@ -83,7 +83,7 @@ def derive(
         )
         if spec.degree("tp") == 1:
             return Attempt(base, lower(model, base, spec.world_size, given), None)
-        with mode, torch.device("cpu"):
+        with mode, compat.on_cpu():
             search = Search(model, base, given, spec, program, batched, machine)
             limits = Limits(sequence=sequence, bytes=memory, seconds_per_byte=_upkeep(spec, machine))
     found = search.run(limits, seconds, GAP)

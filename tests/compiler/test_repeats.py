@@ -14,6 +14,7 @@ from meshplan.compiler.foldable import foldable
 from meshplan.compiler.repeats import equal_layers, moved_path
 from meshplan.compiler.skeleton import fake_world
 from meshplan.models.llama import Llama, LlamaConfig
+from meshplan.verify.aligned import align
 
 
 def llama(**change: object) -> Llama:
@@ -209,3 +210,32 @@ def test_moved_path_moves_only_what_lies_under_the_prefix():
     assert moved_path("layers.1.wq", "layers.1", "layers.7") == "layers.7.wq"
     assert moved_path("layers.1", "layers.1", "layers.7") == "layers.7"
     assert moved_path("layers.12.wq", "layers.1", "layers.7") is None
+
+
+class Fan(nn.Module):
+    """One tensor, handed to a module that the plan moves it for and to equal ones that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.rest = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.tanh()
+        return torch.stack([self.first(x), *(layer(x) for layer in self.rest)]).square().mean()
+
+
+@pytest.mark.parametrize(("dim", "place"), [(1, mp.S(2)), (0, mp.R)])
+def test_equal_layers_that_share_a_redistribution_with_another_module(dim, place):
+    # The first of them found the moved tensor inside itself, and the others were taken to do without the move.
+    h = {"tp": mp.S(1)} if place == mp.R else {}
+    fan = mp.Plan(
+        mesh={"tp": 2}, inputs={"x": mp.Input((3, 6, 8), torch.float64, h)},
+        rules=[
+            mp.Rule("first", input={"input": {"tp": place}}, params={"weight": {"tp": mp.S(dim)}}),
+            mp.Rule("rest.*", params={"weight": {"tp": mp.S(dim)}}),
+        ],
+    )  # fmt: skip
+    align(Fan().double(), fan, 2)
+    moved = {b.site.module for b in mp.lower(Fan().double(), fan, 2).core.program.boundaries if b.site.side == "input"}
+    assert moved >= {"first", "rest.0", "rest.1", "rest.2"}

@@ -1,4 +1,4 @@
-"""Layers whose result nobody uses, and gradients that are whole already: what is listed is what ranks send."""
+"""What is listed is what ranks send, where backward is not the forward in reverse: dead layers, whole gradients, loops."""
 
 from __future__ import annotations
 
@@ -76,3 +76,68 @@ def test_gradients_that_are_whole_on_data_axes_are_averaged_all_the_same(mesh, p
         rules=[mp.Rule("first", use="embedding")] if "tp" in mesh else [], fsdp=mp.Fsdp(units=["first"]),
     )  # fmt: skip
     passes(Late, plan, 4 if "tp" in mesh else 2)
+
+
+class Layer(nn.Module):
+    """Adds what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.s = nn.Linear(6, 6, bias=False), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.a(x)) * self.s
+
+
+class Loop(nn.Module):
+    """Two layers, called in turn, several times over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(6, 6), nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](self.first(x))
+        for _ in range(3):
+            for layer in self.layers[1:]:
+                x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=["fsdp", "fsdp x tp"])
+def test_a_unit_that_is_called_again_is_reduced_once(mesh, strategy):
+    # The gradient of a shard went into `p.grad` at each use of it, and FSDP2 reduced what it found after each call.
+    rules = [mp.Rule("layers.*.a", use="colwise", output={"tp": mp.R})] if "tp" in mesh else []
+    plan = mp.Plan(
+        mesh=mesh, inputs={"x": mp.Input((4, 6), torch.float64, {"dp": S(0)})}, rules=rules,
+        fsdp=mp.Fsdp(units=["layers.*"], strategy=strategy),
+    )  # fmt: skip
+    passes(Loop, plan, 2 * mesh.get("tp", 1))
+
+
+class Fan(nn.Module):
+    """One tensor, handed to a module that the plan moves it for and to equal ones that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.first = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.rest = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x).tanh()
+        return torch.stack([self.first(x), *(layer(x) for layer in self.rest)]).square().mean()
+
+
+def test_units_do_not_share_a_redistribution_of_what_they_are_handed():
+    # FSDP2 hands each of its units a tensor of its own, so that each made the move and one was listed.
+    moved = {"weight": {"tp": S(1)}}
+    plan = mp.Plan(
+        mesh={"dp_shard": 2, "tp": 2}, inputs={"x": mp.Input((4, 6, 8), torch.float64, {"dp": S(0)})},
+        rules=[
+            mp.Rule("first", input={"input": {"tp": S(2)}}, params=moved),
+            mp.Rule("rest.*", params=moved, output={"tp": S(1)}),
+        ],
+        fsdp=mp.Fsdp(units=["rest.*"]),
+    )  # fmt: skip
+    passes(Fan, plan, 4)
