@@ -78,7 +78,7 @@ class Arguments(Known):
         """The call with the user's own arguments; None where they do not fit this rank's shapes."""
         try:
             with torch.no_grad(), compat.quiet_fake_tensors():
-                return run_call(rec.func, args, kwargs, self.stack.path)
+                return run_call(rec.func, args, kwargs, self.stack.path, rec.index not in self.trace.variable)
         except (RuntimeError, ValueError, IndexError):
             return None
 

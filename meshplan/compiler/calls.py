@@ -102,7 +102,7 @@ class Calls(Redistributing, Arguments):
                 tensors_in((a, kw)),
             )
         else:
-            out = run_call(rec.func, a, kw, self.stack.path)
+            out = run_call(rec.func, a, kw, self.stack.path, rec.index not in self.trace.variable)
         self._label_outputs(rec, out, a, out_kinds, any(i.data for i in infos), infos)
         if not torch.is_grad_enabled():
             lost = f"{rec.name} is redistributed or replaced" if converts or replacement else ""

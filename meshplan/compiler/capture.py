@@ -92,6 +92,15 @@ class Trace:
     outputs: Any = None
     mode: Any = None
     asked: tuple[bool, ...] = ()  # what the model heard when it asked whether it is traced
+    variable: frozenset[int] = frozenset()  # calls that make what looks like a constant, into which a value is written
+
+
+class ConstantWritten(Exception):
+    """The constants that `calls` make were computed for real, and a value that depends on the inputs was written into them."""
+
+    def __init__(self, calls: frozenset[int]) -> None:
+        super().__init__(calls)
+        self.calls = calls
 
 
 class ValueIds:
@@ -198,13 +207,14 @@ def foreign_parameter(name: str, path: str) -> PlanError:
 _CONSTANT_LIMIT = 2**22  # elements up to which a constant is computed for real
 
 
-def run_call(func: Callable[..., Any], args: Any, kwargs: Any, path: str) -> Any:
+def run_call(func: Callable[..., Any], args: Any, kwargs: Any, path: str, constant: bool = True) -> Any:
     """Run one torch call of the model. What depends on neither inputs nor parameters is computed for real while small, so
-    that Python code which reads such constants (masks, position ids) takes the branch it takes in a real run."""
+    that Python code which reads such constants (masks, position ids) takes the branch it takes in a real run. With
+    `constant` False it stays without a value: others are written into it."""
     tensors = tensors_in((args, kwargs))
     try:
         out = None
-        if not any(compat.is_fake(t) for t in tensors) and getattr(func, "__name__", "") not in (
+        if constant and not any(compat.is_fake(t) for t in tensors) and getattr(func, "__name__", "") not in (
             "_set_grad_enabled",
             "__get__",
         ):
@@ -229,6 +239,7 @@ class _Capture(TorchFunctionMode):
         self.hooks: Callable[[str, nn.Module], None] = lambda path, module: None
         self.paused = False
         self.segments: dict[Any, Segment] = {}
+        self._made: dict[int, list[tuple[int, Tensor]]] = {}  # constants by their memory, with the calls that made them
 
     def grouped(
         self, path: str, group: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -274,7 +285,13 @@ class _Capture(TorchFunctionMode):
         # A leaf: a constant into which the model wrote has a gradient too, and is the model's own.
         if any(t.requires_grad and t.is_leaf and not compat.is_fake(t) for t in tensors_in((args, kwargs))):
             raise foreign_parameter(name_of(func), self.stack.path)
-        out = run_call(func, args, kwargs, self.stack.path)
+        number = len(self.trace.calls)
+        if is_in_place(func):
+            self._written(args, kwargs)
+        out = run_call(func, args, kwargs, self.stack.path, number not in self.trace.variable)
+        for t in tensors_in(out):
+            if not compat.is_fake(t):
+                self._made.setdefault(compat.storage_key(t), []).append((number, t))
         if not is_recorded(func, out):
             if getattr(func, "__name__", "") in HOST_READS:
                 self.trace.reads.append((func.__name__, out))
@@ -294,6 +311,14 @@ class _Capture(TorchFunctionMode):
             )
         )  # fmt: skip
         return out
+
+
+    def _written(self, args: Any, kwargs: Any) -> None:
+        tensors = tensors_in((args, kwargs))
+        if tensors and not compat.is_fake(tensors[0]) and any(map(compat.is_fake, tensors[1:])):
+            made = self._made.get(compat.storage_key(tensors[0]), [])
+            if made and made[0][0] not in self.trace.variable:  # by the first of them: the others look at its memory
+                raise ConstantWritten(frozenset({made[0][0]}))
 
 
 class ModuleHooks:
@@ -339,16 +364,28 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def capture(
-    skeleton: nn.Module, mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any], equals: Equals | None = None,
+    copied: Callable[[], nn.Module], mode: Any, kwargs: dict[str, Any], equals: Equals | None = None,
     inputs_of: Callable[..., tuple[Any, Any]] | None = None,
-) -> Trace:  # fmt: skip
-    """Run `skeleton` (a fake copy) once on fake global inputs and record its torch calls. Of modules that are
-    `equals`, those that are handed like inputs are traced once. `inputs_of(path, args, kwargs, alias)`, if given, casts
-    the arguments of modules: see `Precision.inputs`.
+) -> tuple[nn.Module, Trace]:  # fmt: skip
+    """Run a fake copy of the model once on fake global inputs and record its torch calls; returns the copy too. Of modules
+    that are `equals`, those that are handed like inputs are traced once. `inputs_of(path, args, kwargs, alias)`, if given,
+    casts the arguments of modules: see `Precision.inputs`.
 
     Raises PlanError `host-read` where the program depends on tensor values.
     """
-    trace, ids, stack = Trace(mode=mode), ValueIds(), ModuleStack()
+    variable: frozenset[int] = frozenset()
+    while True:
+        skeleton = copied()
+        try:
+            return skeleton, _captured(skeleton, mode, kwargs, equals, inputs_of, variable)
+        except ConstantWritten as found:
+            variable |= found.calls
+
+
+def _captured(
+    skeleton: nn.Module, mode: Any, kwargs: dict[str, Any], equals: Equals | None, inputs_of: Any, variable: frozenset[int]
+) -> Trace:
+    trace, ids, stack = Trace(mode=mode, variable=variable), ValueIds(), ModuleStack()
 
     def before(path: str, module: nn.Module, a: Any, k: Any) -> None:
         trace.entered.append((path, tuple(ids.get(t) for t in tensors_in((a, k)))))
@@ -361,7 +398,7 @@ def capture(
         trace.left.append((path, tuple((key, ids.get(t)) for key, t in keyed if isinstance(t, Tensor))))
         stack.leave()
 
-    for t in [*skeleton.parameters(), *skeleton.buffers(), *tensors_in((args, kwargs))]:
+    for t in [*skeleton.parameters(), *skeleton.buffers(), *tensors_in(kwargs)]:
         ids.get(t)
 
     def cast(path: str, a: Any, k: Any) -> tuple[Any, Any]:
@@ -373,7 +410,7 @@ def capture(
     if equals is not None:
         equals.intercept(skeleton, recorder.grouped)
     with mode, compat.on_cpu(), recorder, recording() as asked:
-        out = skeleton(*args, **kwargs)
+        out = skeleton(**kwargs)
     trace.asked = tuple(asked)
     trace.values = ids.values
     leaves, structure = compat.flatten(out)

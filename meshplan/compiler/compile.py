@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,8 +127,10 @@ def _settled(
     for attempt in range(MAX_GROUPINGS + 1):
         equals = Equals(model, groups if attempt < MAX_GROUPINGS else {})
         try:
-            skeleton = fake_copy(model, mode, None, equals.hollow)
-            trace = capture(skeleton, mode, (), fake_inputs(examples, mode, None), equals, precision.inputs)
+            skeleton, trace = capture(
+                partial(fake_copy, model, mode, None, equals.hollow), mode, fake_inputs(examples, mode, None), equals,
+                precision.inputs,
+            )  # fmt: skip
             if heard_inside(skeleton, groups):
                 groups = {}
                 continue

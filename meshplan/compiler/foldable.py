@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,7 +33,7 @@ def foldable(
     key = (input_signature((), inputs), tuple(sorted(every.items())), precision or Precision())
     known = _KNOWN.get(model)
     if known is None or known[0] != key:
-        trace = capture(fake_copy(model, mode), mode, (), inputs, None, precision.inputs if precision else None)
+        trace = capture(partial(fake_copy, model, mode), mode, inputs, None, precision.inputs if precision else None)[1]
         known = _KNOWN[model] = (key, confirmed(every, trace))
     same = known[1]
     return shared_keys({path: (group, same[path]) for path, group in groups.items() if path in same})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,3 +79,26 @@ class Core:
     params: dict[str, ParamPlan]
     program: Program
     examples: dict[str, Example] = field(default_factory=dict)
+
+    def facts(self) -> dict[str, str]:
+        """What all ranks of one program have alike, by topic: the plan, and everything that decides which collectives a rank
+        takes part in and in which order."""
+        program = self.program
+        calls = [
+            (path, n, [(at, m.axis, m.src, m.dst) for at, m in e.converts], e.replacement and e.replacement.name)
+            for path, edits in sorted(program.edits.items()) for n, e in sorted(edits.items())
+            if e.converts or e.replacement
+        ]  # fmt: skip
+        return {
+            "plan": hashlib.sha256(self.bound.plan.to_yaml().encode()).hexdigest(),
+            "inputs": repr(program.signature),
+            "parameters": digest([(p.name, p.shape, p.dtype, p.shards, p.reduce) for p in self.params.values()]),
+            "boundaries": digest([(b.site, b.move.axis, b.move.src, b.move.dst, b.regather) for b in program.boundaries]),
+            "calls": digest(calls),
+            "outputs": digest([(key, kinds) for key, kinds, _, _ in program.outputs]),
+        }
+
+
+def digest(value: object) -> str:
+    """A short hash of what `value` shows."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]

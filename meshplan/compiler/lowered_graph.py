@@ -195,13 +195,7 @@ class Lowered:
 
     def facts(self) -> dict[str, str]:
         """What ranks compare, by topic; only differing topics are named in an error."""
-        program = self.core.program
-        return {
-            "plan": hashlib.sha256(self.plan.to_yaml().encode()).hexdigest(),
-            "inputs": repr(program.signature),
-            "parameters": _digest([(p.name, p.shape, p.dtype, p.shards) for p in self.core.params.values()]),
-            "boundaries": _digest([(b.site, b.move.axis, b.move.src, b.move.dst) for b in program.boundaries]),
-        }
+        return self.core.facts()
 
     def program_hash(self) -> str:
         return hashlib.sha256(json.dumps(self.facts(), sort_keys=True).encode()).hexdigest()
@@ -231,10 +225,6 @@ class Lowered:
 
 def _layout(layout: Mapping[str, object]) -> str:
     return "{" + ", ".join(f"{axis}: {placement}" for axis, placement in layout.items()) + "}"
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def _shown(kind: Any) -> str:

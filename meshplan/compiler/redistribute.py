@@ -159,6 +159,8 @@ class Redistributing(Known):
         key = (id(x), axis.name, str(want), apart)
         if key in self.memo and not own:
             made, first, frames, moves = self.memo[key]
+            if site is None and here.side == "output":
+                here = self._own_call(leaf)  # moved there, it would be so for those who have used it as it is
             self._share(x, k, want, first, here, frames, moves, where)
             return made
         started = len(self.result.moves)
@@ -213,6 +215,9 @@ class Redistributing(Known):
         produced = self.frames.output_of(x)
         if produced and P in info.kinds and (Site("output", *produced), axis) not in contested:
             return Site("output", *produced)
+        return self._own_call(leaf)
+
+    def _own_call(self, leaf: int) -> Site:
         ordinal = self.trace.calls[self.cursor].ordinal if self.cursor < len(self.trace.calls) else 0
         return Site("call", self.stack.path, f"{ordinal}:{leaf}")
 

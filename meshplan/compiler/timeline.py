@@ -128,7 +128,7 @@ class Timeline:
         """Autograd keeps `t` for the node that it has just made."""
         made = (compat.next_node() - 1,)
         g = self._live.get(compat.storage_key(t))
-        if g is not None and g.whole.dtype == t.dtype:
+        if g is not None and g.whole.dtype == t.dtype and t.numel():
             g.last = len(self.events)
             self.events.append(Event("saved", "", node=made))
             return

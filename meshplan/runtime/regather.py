@@ -65,6 +65,8 @@ class Keeping(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _pack(t: Tensor) -> Any:
+    if not t.numel():  # a rank's empty part of it may share its memory where the parts of others do not
+        return t
     key = compat.storage_key(t)
     for keeping in reversed(Keeping.running):
         found = keeping.gathered.get(key)

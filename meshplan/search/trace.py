@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,12 +37,11 @@ def traced(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], mode: Any) -
     examples = example_inputs(model, bound, inputs, [])
     for folding in (lambda: foldable(model, mode, bound, unplaced, fake_inputs(examples, mode, None)), dict):
         equals = Equals(model, folding())
-        skeleton = fake_copy(model, mode, None, equals.hollow)
-        names = [name for name, _ in skeleton.named_parameters()]
-        buffers = len(list(skeleton.buffers()))
+        empty = fake_copy(model, mode, None, equals.hollow)
+        names, buffers = [name for name, _ in empty.named_parameters()], len(list(empty.buffers()))
         fakes = fake_inputs(examples, mode, None)
         try:
-            trace = capture(skeleton, mode, (), fakes, equals)
+            _, trace = capture(partial(fake_copy, model, mode, None, equals.hollow), mode, fakes, equals)
             break
         except FullTraceNeeded:
             continue

@@ -56,11 +56,21 @@ def randomised(model: nn.Module, seed: int) -> nn.Module:
 def cores_of(
     model: nn.Module, plan: Plan, spec: MeshSpec, batch: Mapping[str, Any], world: int, check: str = "off"
 ) -> list[Core]:
-    """The program of each rank; one for all where every split is even."""
+    """The program of each rank; one for all where every split is even.
+
+    Raises PlanError `ranks-differ`, as `parallelize` does, where the ranks would not meet in the same collectives."""
     first = compile_core(model, plan, spec, batch, 0, check=check, fold=False)
     if not _uneven(first):
         return [first] * world
-    return [first, *(compile_core(model, plan, spec, batch, r, check="off", fold=False) for r in range(1, world))]
+    cores = [first, *(compile_core(model, plan, spec, batch, r, check="off", fold=False) for r in range(1, world))]
+    for rank, core in enumerate(cores):
+        apart = [name for name, fact in core.facts().items() if fact != first.facts()[name]]
+        if apart:
+            raise PlanError(
+                f"the ranks are about to run different programs: ranks 0 and {rank} differ in {', '.join(apart)}",
+                code="ranks-differ", legal="sizes of which every rank has a part",
+            )  # fmt: skip
+    return cores
 
 
 def _uneven(core: Core) -> bool:

@@ -8,19 +8,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import meshplan as mp
+from meshplan import compat
 from meshplan.compiler.capture import Trace, capture
 from meshplan.compiler.skeleton import fake_copy, fake_world
 from meshplan.errors import PlanError
+from meshplan.verify.aligned import align
 
 SOURCE = Path(__file__).read_text().splitlines()
 
 
 def traced(model: nn.Module, **shapes: tuple[int, ...]) -> Trace:
     with fake_world() as mode:
-        skeleton = fake_copy(model, mode)
         with mode:
             inputs = {name: torch.empty(shape) for name, shape in shapes.items()}
-        return capture(skeleton, mode, (), inputs)
+        return capture(lambda: fake_copy(model, mode), mode, inputs)[1]
 
 
 class Counts(nn.Module):
@@ -97,3 +99,23 @@ def test_a_default_device_of_the_caller_does_not_reach_the_trace():
         trace = traced(model, x=(5, 4))
         assert torch.empty(1).is_meta  # and it is there again afterwards
     assert {t.device.type for t in trace.values} == {"cpu"}
+
+
+class Filled(nn.Module):
+    """Writes what it was handed into what it made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.zeros(x.shape, dtype=x.dtype)
+        made += x
+        rows = torch.zeros(x.shape).double()
+        rows[:, 0] = x[:, 0]
+        return made.sum() + rows.sum()
+
+
+def test_what_is_written_into_is_no_constant():
+    # Its zeros, summed, were the same number everywhere, so that the sum of a shard was taken for the whole sum.
+    trace = traced(Filled(), x=(4, 3))
+    made = [trace.values[v] for c in trace.calls if c.name in ("sum", "zeros", "double") for v in c.outs]
+    assert [compat.is_fake(t) for t in made] == [True, False, True, True, True]
+    plan = mp.Plan(mesh={"dp_shard": 2}, inputs={"x": mp.Input((4, 3), torch.float64, {"dp": mp.S(0)})})
+    align(Filled(), plan, 2)

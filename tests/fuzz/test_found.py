@@ -356,3 +356,61 @@ def test_a_boundary_split_on_a_dim_that_its_tensor_does_not_have(at, place):
     with pytest.raises(mp.PlanError) as refused:
         agrees(Squares(nn.Linear(4, 6)), {"x": (5, 4)}, {"tp": 2}, mp.Rule(at, output={"tp": place}))
     assert refused.value.code == "dim-out-of-range"
+
+
+class Summands(nn.Module):
+    """Uses a partial sum as it is, hands it to a module that wants shards, and adds it to that module's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.w = nn.Linear(8, 6, bias=False), nn.Parameter(torch.randn(6, 5))
+        self.mix = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.made(x)
+        return torch.matmul(v, self.w).square().mean() + (v + self.mix(v)).square().mean()
+
+
+def test_a_redistribution_that_was_done_for_another_module_is_not_done_again_where_the_tensor_was_made():
+    rules = [
+        mp.Rule("made", params={"weight": {"tp": S(1)}}, output={"tp": mp.P}),
+        mp.Rule("mix", input={"input": {"tp": S(0)}}),
+    ]
+    agrees(Summands(), {"x": (3, 4, 8)}, {"tp": 2}, *rules, place={"tp": S(2)})
+
+
+class Chunks(nn.Module):
+    """A gathered sequence of which the last rank's part is empty: its view shares the memory that others copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 6, bias=False), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)).square().mean()
+
+
+def test_a_rank_that_would_take_part_in_other_collectives_refuses_before_it_runs():
+    # Simulated and real ranks say the same: the last one kept what the others gather again.
+    rules = [mp.Rule("b", params={"weight": {"tp": S(1)}}), mp.Rule("", input={"x": {"tp": S(0)}})]
+    try:
+        kept = mp.Recompute(units=[""], policy="none", gather="regather")
+        agrees(Chunks(), {"x": (2, 8)}, {"tp": 4}, *rules, recompute=kept)
+    except mp.PlanError as refused:
+        assert refused.code == "ranks-differ"
+
+
+class Scaled(nn.Module):
+    """Makes a constant as long as its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.zeros(x.shape[0], 1, dtype=x.dtype).add(0.5)
+
+
+@pytest.mark.parametrize("rows", [2, 6])
+def test_a_constant_as_long_as_a_shard_that_is_as_long_as_the_whole(rows):
+    # One row of two on each of two ranks, again over two: rank 0 cannot tell its part from the data rank's.
+    try:
+        agrees(Squares(Scaled()), {"x": (rows, 6)}, {"dp_shard": 2, "tp": 2}, mp.Rule("inner", input={"x": {"tp": S(0)}}))
+    except mp.PlanError as refused:
+        assert refused.code == "ranks-differ" and rows == 2
