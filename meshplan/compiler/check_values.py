@@ -67,16 +67,19 @@ def refute(use: Use, seed: int = 0) -> Refuted | None:
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        shortest = 2
-        tensors = _numbers(use, generator, False, shortest)
-        try:
-            one = _one_device(use, tensors, None)
-        except (RuntimeError, IndexError):  # an index into a dim of length 1
-            shortest = 1
-            tensors = _numbers(use, generator, False, shortest)
-            one = _one_device(use, tensors, None)
+        # Integers may be indices into any dim, also into one of length 1, or into what only the call itself counts (classes).
+        sizes = {s for spec in use.tensors for s in spec.shape}
+        limits = [min((s for s in sizes if s >= shortest), default=2) for shortest in (2, 1)]
+        for limit in (*limits, 1):
+            tensors = _numbers(use, generator, False, limit)
+            try:
+                one = _one_device(use, tensors, None)
+                break
+            except (RuntimeError, IndexError):
+                if limit == 1:
+                    raise
         if not all(torch.isfinite(o).all() for o in one.outs if o.is_floating_point()):
-            tensors = _numbers(use, generator, True, shortest)
+            tensors = _numbers(use, generator, True, limit)
             one = _one_device(use, tensors, None)
         cotangents = [random(o.shape, o.dtype, generator) if _differentiable(o) else None for o in one.outs]
         one = _one_device(use, tensors, cotangents)
@@ -201,10 +204,8 @@ def _operator(
 # -- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def _numbers(use: Use, generator: torch.Generator, positive: bool, shortest: int) -> list[Tensor]:
-    sizes = [s for spec in use.tensors for s in spec.shape if s >= shortest]
-    # Integers may be indices into any dim of at least this length.
-    limit = min(sizes, default=2)
+def _numbers(use: Use, generator: torch.Generator, positive: bool, limit: int) -> list[Tensor]:
+    """Normal values, or positive ones, and integers below `limit`."""
     made: list[Tensor] = []
     for spec in use.tensors:
         if spec.dtype == torch.bool:

@@ -118,13 +118,13 @@ def _plain(item: Moved, quiet: frozenset[str]) -> tuple[Any, ...] | None:
     if site.side == "input" and site.key in quiet:
         # I, R and N differ in backward only.
         src, dst = ("N" if kind in "IR" else kind for kind in (src, dst))
-    return None if src == dst == "N" else (site, move.axis, src, dst, move.dim, move.size)
+    return None if src == dst == "N" else (site, move.axis, src, dst, move.dim, move.size, move.parts)
 
 
 def _change(edit: Edit | None) -> tuple[Any, ...] | None:
     if edit is None:
         return None
-    converts = [(leaf, m.axis, m.src, m.dst, m.dim, m.size) for leaf, m in edit.converts]
+    converts = [(leaf, m.axis, m.src, m.dst, m.dim, m.size, m.parts) for leaf, m in edit.converts]
     return edit.func, edit.sized, converts, edit.replacement
 
 

@@ -161,7 +161,7 @@ class Redistributing(Known):
             made, first, frames, moves = self.memo[key]
             if site is None and here.side == "output":
                 here = self._own_call(leaf)  # moved there, it would be so for those who have used it as it is
-            self._share(x, k, want, first, here, frames, moves, where)
+            self._share(x, k, want, first, here, frames, moves, where, site is None)
             return made
         started = len(self.result.moves)
         have = self.info(x).kinds[k]
@@ -243,6 +243,7 @@ class Redistributing(Known):
         frames: Any,
         moves: list[Move],
         where: Where | None,
+        implicit: bool,
     ) -> None:
         """A second use of the same redistribution: host it once, at the nearest common module that was handed the tensor;
         where there is none, the first site to run keeps the result for the others."""
@@ -264,9 +265,11 @@ class Redistributing(Known):
         if outer is not None:
             self.decisions.add(outer, axis, kind, where)
             return
-        if here.side == "input" and any(here.module == g.path for g in self.trace.grouped):
-            # A layer that stands for others must be handed what they are, so it does not live on another module's result.
+        if implicit and here.side == "input" and (here, axis) not in self.decisions.contested:
+            # At its entry, for all that the module does with it: code before this use has seen it as it was handed over, and
+            # equals of the module are handed the same.
             self.decisions.add(here, axis, kind, where)
+            return
         self.result.shared |= {first, here}
         for move in moves:
             self._record(here, move, where)

@@ -414,3 +414,62 @@ def test_a_constant_as_long_as_a_shard_that_is_as_long_as_the_whole(rows):
         agrees(Squares(Scaled()), {"x": (rows, 6)}, {"dp_shard": 2, "tp": 2}, mp.Rule("inner", input={"x": {"tp": S(0)}}))
     except mp.PlanError as refused:
         assert refused.code == "ranks-differ" and rows == 2
+
+
+class Both(nn.Module):
+    """Uses what it is handed as shards, and then whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().sum() + x.cumsum(0).mean() + x.sort(0).values.cumsum(0).mean()
+
+
+class GatheredBefore(nn.Module):
+    """Gathers a tensor for itself and hands it on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.both = nn.Linear(5, 6), Both()
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.made(x)
+        return self.both(v) + v.cumsum(0).tanh().mean() if x.dim() > 2 else v.cumsum(0).tanh().mean() + self.both(v)
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (4, 3, 5)])
+def test_a_module_that_uses_shards_and_then_what_another_gathered(shape):
+    # The gathered tensor was recorded at the module's entry, twice, although the first use had seen a shard.
+    agrees(GatheredBefore(), {"x": shape}, {"dp_shard": 2})
+
+
+class Twice(nn.Module):
+    """Calls one norm on what it is handed and on the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.norm(x))
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.LayerNorm(12), Twice()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.inner(self.first(x)))
+
+
+def test_calls_that_are_handed_shards_of_other_parts_are_not_alike():
+    cut = mp.Rule("inner.norm", params={"bias": {"tp": S(0, [4, 4, 4])}})
+    agrees(Norms(), {"x": (3, 12)}, {"tp": 4}, mp.Rule("first", params={"bias": {"tp": S(0)}}), cut)
+
+
+def test_classes_that_only_the_call_counts_are_checked_by_value_too():
+    class Hot(nn.Module):
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return x * F.one_hot(ids % 4, 4).double()
+
+    given = {"x": mp.Input((6, 7, 4), torch.float64, {"dp": S(0)}), "ids": mp.Input((6, 7), torch.int64, {"dp": S(0)})}
+    mp.lower(Hot(), mp.Plan(mesh={"dp_shard": 2}, inputs=given), 2)
