@@ -521,3 +521,9 @@ def gradient_node(t: torch.Tensor) -> Any:
     mode sees how the leaf is asked. Private: `DisableTorchFunction`."""
     with torch._C.DisableTorchFunction():
         return torch.autograd.graph.get_gradient_edge(t).node
+
+
+def detached(t: torch.Tensor) -> torch.Tensor:
+    """`t.detach()` that no function mode sees. Private: `DisableTorchFunction`."""
+    with torch._C.DisableTorchFunction():
+        return t.detach()

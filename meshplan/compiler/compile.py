@@ -311,7 +311,8 @@ def _one_pass(
     def packed(t: Tensor) -> Tensor:
         for timeline in watching:
             timeline.saved(t)
-        return t if t.grad_fn is None else t.detach()  # a node that saves its own result would keep itself for good
+        # A node that saves its own result would keep itself for good.
+        return t if t.grad_fn is None else compat.detached(t)
 
     saving = torch.autograd.graph.saved_tensors_hooks(packed, lambda t: t)
     try:
