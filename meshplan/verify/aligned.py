@@ -25,7 +25,7 @@ from meshplan.plan.plan import Plan
 from meshplan.runtime.simulated import SimulatedGroups, World
 from meshplan.verify.inputs import make_batch
 from meshplan.verify.job import in_dtype
-from meshplan.verify.layouts import distance, infer, show, take
+from meshplan.verify.layouts import distance, infer, nested, show, take
 from meshplan.verify.simulate import Run, cores_of, randomised, run_rank, run_single
 
 RTOL = 1e-9
@@ -173,7 +173,7 @@ class _Comparison:
     def _claimed(self, i: int, k: int) -> tuple[Kind, ...]:
         """The layout of result `k` of call `i`; replicated where the call was found to be a constant."""
         found = self.claims.get(i)
-        return (N,) * len(self.axes) if found is None else found.outs[k]
+        return (N,) * len(self.axes) if found is None else nested(found.outs[k], self.axes, self.spec)
 
     def _error(self, i: int, what: str, apart_by: float) -> PlanError:
         found = self.claims.get(i)

@@ -21,6 +21,21 @@ def take(x: Tensor, kinds: Sequence[Kind], axes: Sequence[str], spec: MeshSpec, 
     return x.clone()
 
 
+def nested(kinds: Sequence[Kind], axes: Sequence[str], spec: MeshSpec) -> tuple[Kind, ...]:
+    """`kinds`, whose fused parts count in global sizes, with those of an inner axis in what outer ones leave of them."""
+    out: list[Kind] = []
+    for kind in kinds:
+        if isinstance(kind, Shard) and kind.parts:
+            parts = kind.parts
+            for axis, outer in zip(axes, out, strict=False):
+                n = spec.degree(axis)
+                if isinstance(outer, Shard) and outer.dim == kind.dim and all(p % n == 0 for p in parts):
+                    parts = tuple(p // n for p in parts)
+            kind = Shard(kind.dim, parts, kind.copies)
+        out.append(kind)
+    return tuple(out)
+
+
 def take_gradient(g: Tensor, kinds: Sequence[Kind], axes: Sequence[str], spec: MeshSpec, rank: int) -> Tensor:
     """What `rank` is given as the gradient of a value whose gradient is `g`: the n-th part of a mean; of a value that
     counts every rank's gradient (R), the first rank's whole and the others' nothing. On data axes times n: see `_scale`."""

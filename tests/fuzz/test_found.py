@@ -473,3 +473,11 @@ def test_classes_that_only_the_call_counts_are_checked_by_value_too():
 
     given = {"x": mp.Input((6, 7, 4), torch.float64, {"dp": S(0)}), "ids": mp.Input((6, 7), torch.int64, {"dp": S(0)})}
     mp.lower(Hot(), mp.Plan(mesh={"dp_shard": 2}, inputs=given), 2)
+
+
+def test_parts_that_two_axes_cut_in_turn():
+    class Twofold(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([x, x.tanh()], 0).square().sum()
+
+    agrees(Squares(Twofold()), {"x": (8, 3)}, {"dp_replicate": 2, "dp_shard": 2})
