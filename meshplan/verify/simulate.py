@@ -54,15 +54,15 @@ def randomised(model: nn.Module, seed: int) -> nn.Module:
 
 
 def cores_of(
-    model: nn.Module, plan: Plan, spec: MeshSpec, batch: Mapping[str, Any], world: int, check: str = "off"
+    model: nn.Module, plan: Plan, spec: MeshSpec, batch: Mapping[str, Any], world: int, check: str = "off", fold: bool = False
 ) -> list[Core]:
     """The program of each rank; one for all where every split is even.
 
     Raises PlanError `ranks-differ`, as `parallelize` does, where the ranks would not meet in the same collectives."""
-    first = compile_core(model, plan, spec, batch, 0, check=check, fold=False)
+    first = compile_core(model, plan, spec, batch, 0, check=check, fold=fold)
     if not _uneven(first):
         return [first] * world
-    cores = [first, *(compile_core(model, plan, spec, batch, r, check="off", fold=False) for r in range(1, world))]
+    cores = [first, *(compile_core(model, plan, spec, batch, r, check="off", fold=fold) for r in range(1, world))]
     for rank, core in enumerate(cores):
         apart = [name for name, fact in core.facts().items() if fact != first.facts()[name]]
         if apart:
