@@ -6,6 +6,9 @@ Nothing here knows a model: a field is shrunk by what its name says it counts. `
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -174,6 +177,43 @@ def tiny_model(model_type: str, attention: str = "eager") -> nn.Module:
             # Zeros and ones hide errors: gates and norms get their own spread around what they were.
             p.add_(noise, alpha=0.1 if p.dim() == 1 else 0.05)
     return model
+
+
+class _Lifted:
+    """torch as a model's code may see it, where float32 means float64."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def lifted_model(model_type: str) -> nn.Module:
+    """The tiny model whose own casts to float32 go to float64, from here on in this process: nothing hides in rounding."""
+    tiny_model(model_type)  # its code is loaded now
+    lift()
+    return tiny_model(model_type).double()
+
+
+def lift(back: bool = False) -> None:
+    """Make `torch.float32` and `.float()` mean float64 in all code of transformers that is loaded, or (`back`) undo it."""
+    torch.Tensor.float = _FLOAT if back else torch.Tensor.double  # type: ignore[method-assign,assignment]
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.") and isinstance(vars(module).get("torch"), type(torch) | _Lifted):
+            module.torch = torch if back else _Lifted()  # type: ignore[attr-defined]
+
+
+@contextmanager
+def lifted() -> Iterator[None]:
+    """`lift` for a while."""
+    lift()
+    try:
+        yield
+    finally:
+        lift(back=True)
+
+
+_FLOAT = torch.Tensor.float
 
 
 def tiny_batch(model_type: str) -> dict[str, torch.Tensor]:
