@@ -96,8 +96,10 @@ class Search:
 
     def run(self, limits: Limits, seconds: float, gap: float) -> Attempt:
         """The best plan that lowers. Without a bound on bytes in `limits` a rank may hold a little more than the least. Raises
-        PlanError where not even the model without a split parameter does."""
+        PlanError where not even the model without a split parameter does. Where no plan with split sequences lowers, sequences
+        are split where that pays, if anywhere."""
         refused: list[PlanError] = []
+        asked = limits
         for _ in range(ATTEMPTS):
             problem = self.problem(limits)
             if limits.bytes is None:
@@ -114,6 +116,9 @@ class Search:
                 if stricter is None:
                     break
                 limits = stricter
+        if asked.sequence:
+            found = self.run(replace(asked, sequence=None), seconds, gap)
+            return replace(found, refused=[*refused, *found.refused])
         return Attempt(self.base, self._lower(self.base), None, refused)
 
     def _lowered(self, choice: Choice) -> Attempt:

@@ -42,7 +42,7 @@ def auto_plan(model: nn.Module, mesh: Mapping[str, int], inputs: Any, **options:
         memory: parameter bytes (model's dtype, gradients and optimizer not counted) that a rank may hold on tp, before FSDP cuts
             further. None: 5 % more of what is split than any exact plan of this mesh must hold.
         sequence: True cuts activations between the split modules along a dim that is not the batch wherever that moves no more
-            bytes (SP); False never does; None does where it pays in modelled time.
+            bytes (SP); False never does; None does where it pays in modelled time, and so does True where it cannot be lowered.
         outputs: layouts in which the model's outputs may be left, such as `{"logits": {"tp": S(-1)}}`; others end whole on tp.
         fsdp: keys of the plan's `fsdp` section; by default zero3 over the repeated blocks where dp_shard has ranks.
         machine: whose links and rates the model takes; an H100 node by default.

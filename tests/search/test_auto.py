@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 import meshplan as mp
 from meshplan.compiler.kinds import replicated
@@ -13,6 +14,7 @@ from meshplan.cost.machine import Machine
 from meshplan.mesh.spec import MeshSpec
 from meshplan.models.gpt import GPT, GPTConfig
 from meshplan.models.llama import Llama, LlamaConfig
+from meshplan.plan.placements import Shard
 from meshplan.search.auto import derive
 from tests.search.models import batch, stack
 
@@ -146,3 +148,25 @@ def test_a_mesh_without_tp_gives_a_data_parallel_plan():
     plan = mp.auto_plan(stack("parallel"), {"dp_replicate": 2, "dp_shard": 2}, batch())
     assert plan.fsdp.units == ("blocks.*",) and not plan.rules
     assert plan.inputs["ids"].place == {"dp": mp.S(0)}
+
+
+class Checks(nn.Module):
+    """Holds what it computes to the length of what it was handed, as some attention does: no sequence can be cut in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(self.norm(x))
+        if h.shape[:2] != x.shape[:2]:
+            raise ValueError(f"{h.shape} beside {x.shape}")
+        return x + self.down(h.relu())
+
+
+def test_sequences_that_cannot_be_cut_leave_the_rest_of_the_plan() -> None:
+    model = nn.Sequential(Checks(), Checks())
+    found = derive(model, {"tp": 2}, {"input": torch.empty(2, 4096, 64)}, sequence=True)
+    placed = {name: p.placements.get("tp") for name, p in found.lowered.core.bound.params.items() if name.endswith("weight")}
+    assert all(isinstance(placed[f"{i}.{name}.weight"], Shard) for i in (0, 1) for name in ("up", "down"))
+    assert {error.code for error in found.refused} == {"diverged"}
