@@ -68,9 +68,18 @@ def _in_parts(s: Strategy, kinds: Sequence[Kind], tensors: Sequence[Tensor]) -> 
     for parts in found:
         if all(t.shape[k.dim] == sum(parts) for t, k in zip(tensors, s.ins, strict=True) if isinstance(k, Shard)):
             ins = tuple(Shard(k.dim, parts) if isinstance(k, Shard) else k for k in s.ins)
-            outs = tuple(Shard(k.dim, parts) if isinstance(k, Shard) and k.parts is None else k for k in s.outs)
-            ways.append(Strategy(ins, outs, s.replace, s.plain))
+            outs = [_of_parts(k, parts) for k in s.outs]
+            if None not in outs:
+                ways.append(Strategy(ins, tuple(k for k in outs if k is not None), s.replace, s.plain))
     return ways
+
+
+def _of_parts(out: Kind, parts: tuple[int, ...]) -> Kind | None:
+    """A result's kind where the inputs are cut in `parts`; None where theirs do not make up the parts that it has itself."""
+    if not isinstance(out, Shard) or out.parts is None:
+        return Shard(out.dim, parts) if isinstance(out, Shard) else out
+    whole = all(size == sum(parts) for size in out.parts)  # inputs one after the other
+    return Shard(out.dim, parts * len(out.parts)) if whole else None
 
 
 def _reach(

@@ -49,9 +49,11 @@ class Log:
         unset = not in_place and any(compat.storage_key(o) in self.empty for o in made)
         entry = Entry(name, [o.detach().clone() for o in made], unset)
         self.entries.append(entry)
+        handed = {id(x) for x in compat.flatten(args)[0]}
         for k, o in enumerate(made):
-            # What is written in place is one object with two values, and so two gradients.
-            if o.requires_grad and not o.is_leaf and not in_place:
+            # What is written in place is one object with two values, and so two gradients. What comes back as it was handed
+            # has the gradient of all uses of both, whereas on a rank it may have been moved in between.
+            if o.requires_grad and not o.is_leaf and not in_place and id(o) not in handed:
                 o.register_hook(partial(_keep, entry, k))
 
 

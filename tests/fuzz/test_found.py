@@ -481,3 +481,38 @@ def test_parts_that_two_axes_cut_in_turn():
             return torch.cat([x, x.tanh()], 0).square().sum()
 
     agrees(Squares(Twofold()), {"x": (8, 3)}, {"dp_replicate": 2, "dp_shard": 2})
+
+
+class AsHanded(nn.Module):
+    """A call that returns the tensor it was given, of which there are other uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(torch.atleast_3d(h)).square().mean() + h.cumsum(-1).tanh().mean()
+
+
+def test_the_gradient_of_a_tensor_that_a_call_returned_as_it_was_handed():
+    rules = [mp.Rule("a", params={"weight": {"tp": S(0)}}), mp.Rule("b", params={"weight": {"tp": S(1)}})]
+    agrees(AsHanded(), {"x": (2, 3, 6)}, {"tp": 2}, *rules)
+
+
+def test_shards_of_fused_parts_one_after_the_other():
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(6, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            return torch.cat([h, h.tanh()], -1).cumsum(0)
+
+    cut = {"weight": {"tp": S(0, [4, 4])}, "bias": {"tp": S(0, [4, 4])}}
+    agrees(Squares(Pair()), {"x": (3, 6)}, {"tp": 2}, mp.Rule("inner.up", params=cut), mp.Rule("inner", output={"tp": R}))
+    low = mp.lower(Squares(Pair()), mp.Plan(
+        mesh={"tp": 2}, inputs={"x": mp.Input((3, 6))}, rules=[mp.Rule("inner.up", params=cut)]
+    ), 2)  # fmt: skip
+    assert not [d for d in low.core.program.decided if d.call.name == "cat" and d.outs == ((R,),)]
