@@ -207,11 +207,13 @@ def foreign_parameter(name: str, path: str) -> PlanError:
 _CONSTANT_LIMIT = 2**22  # elements up to which a constant is computed for real
 
 
-def run_call(func: Callable[..., Any], args: Any, kwargs: Any, path: str, constant: bool = True) -> Any:
+def run_call(
+    func: Callable[..., Any], args: Any, kwargs: Any, path: str, constant: bool = True, handed: list[Tensor] | None = None
+) -> Any:
     """Run one torch call of the model. What depends on neither inputs nor parameters is computed for real while small, so
     that Python code which reads such constants (masks, position ids) takes the branch it takes in a real run. With
-    `constant` False it stays without a value: others are written into it."""
-    tensors = tensors_in((args, kwargs))
+    `constant` False it stays without a value: others are written into it. `handed` are its tensors, if they are known."""
+    tensors = tensors_in((args, kwargs)) if handed is None else handed
     try:
         out = None
         if constant and not any(compat.is_fake(t) for t in tensors) and getattr(func, "__name__", "") not in (
@@ -282,21 +284,24 @@ class _Capture(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "__get__" and not isinstance(seen := func(*args, **kwargs), Tensor):
+            return seen  # a shape, a dtype: most of what code asks of a tensor
         # A leaf: a constant into which the model wrote has a gradient too, and is the model's own.
-        if any(t.requires_grad and t.is_leaf and not compat.is_fake(t) for t in tensors_in((args, kwargs))):
+        leaves, structure = compat.flatten((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if any(not compat.is_fake(t) and t.requires_grad and t.is_leaf for t in tensors):
             raise foreign_parameter(name_of(func), self.stack.path)
         number = len(self.trace.calls)
         if is_in_place(func):
-            self._written(args, kwargs)
-        out = run_call(func, args, kwargs, self.stack.path, number not in self.trace.variable)
-        for t in tensors_in(out):
-            if not compat.is_fake(t):
-                self._made.setdefault(compat.storage_key(t), []).append((number, t))
+            self._written(tensors)
+        out = run_call(func, args, kwargs, self.stack.path, number not in self.trace.variable, tensors)
         if not is_recorded(func, out):
             if getattr(func, "__name__", "") in HOST_READS:
                 self.trace.reads.append((func.__name__, out))
             return out
-        leaves, structure = compat.flatten((args, kwargs))
+        for t in (out,) if isinstance(out, Tensor) else tensors_in(out):
+            if not compat.is_fake(t):
+                self._made.setdefault(compat.storage_key(t), []).append((number, t))
         refs = tuple(Ref(self.ids.get(x)) if isinstance(x, Tensor) else x for x in leaves)
         in_place = is_in_place(func)
         written = args[0] if in_place else out
@@ -313,8 +318,7 @@ class _Capture(TorchFunctionMode):
         return out
 
 
-    def _written(self, args: Any, kwargs: Any) -> None:
-        tensors = tensors_in((args, kwargs))
+    def _written(self, tensors: list[Tensor]) -> None:
         if tensors and not compat.is_fake(tensors[0]) and any(map(compat.is_fake, tensors[1:])):
             made = self._made.get(compat.storage_key(tensors[0]), [])
             if made and made[0][0] not in self.trace.variable:  # by the first of them: the others look at its memory

@@ -215,6 +215,8 @@ class Propagation(Calls, TorchFunctionMode):
             return func(*args, **kwargs)
         rec = self.trace.calls[self.cursor] if self.cursor < len(self.trace.calls) else None
         if rec is None or rec.func != func:
+            if getattr(func, "__name__", "") == "__get__" and not isinstance(seen := func(*args, **kwargs), Tensor):
+                return seen
             out = run_call(func, args, kwargs, self.stack.path)
             self._check_unrecorded(func, out)
             if getattr(func, "__name__", "") == "__set__" and any(a.degree > 1 for a in self.axes):
