@@ -20,11 +20,12 @@ from meshplan.runtime.module import Duties, install
 @dataclass
 class Entry:
     """One call: its function, its results as they were then, and the gradients of those that had one (by result).
-    `unset` results look at memory that was made empty, and may hold anything."""
+    `unset` results look at memory that was made empty, and may hold anything; `handed` are results that are an argument."""
 
     name: str
     outs: list[Tensor]
     unset: bool = False
+    handed: tuple[int, ...] = ()
     grads: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -47,13 +48,14 @@ class Log:
         if "empty" in name:
             self.empty |= {compat.storage_key(o): o for o in made}
         unset = not in_place and any(compat.storage_key(o) in self.empty for o in made)
-        entry = Entry(name, [o.detach().clone() for o in made], unset)
+        given = {id(x) for x in compat.flatten(args)[0]}
+        # What comes back as it was handed has the gradient of all uses of both; elsewhere it may have been moved or copied.
+        handed = tuple(k for k, o in enumerate(made) if id(o) in given)
+        entry = Entry(name, [o.detach().clone() for o in made], unset, handed)
         self.entries.append(entry)
-        handed = {id(x) for x in compat.flatten(args)[0]}
         for k, o in enumerate(made):
-            # What is written in place is one object with two values, and so two gradients. What comes back as it was handed
-            # has the gradient of all uses of both, whereas on a rank it may have been moved in between.
-            if o.requires_grad and not o.is_leaf and not in_place and id(o) not in handed:
+            # What is written in place is one object with two values, and so two gradients.
+            if o.requires_grad and not o.is_leaf and not in_place and k not in handed:
                 o.register_hook(partial(_keep, entry, k))
 
 
