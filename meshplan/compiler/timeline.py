@@ -223,7 +223,11 @@ class Timeline:
         live = [t for t in inputs if t.requires_grad]
         if out.requires_grad and live:
             torch.autograd.grad(out, live, torch.empty_like(out), retain_graph=True, allow_unused=True)
-        back = tuple(self._heard)
+        own = len(self._heard)
+        if live:  # where one input is made from another (a parameter of an earlier call), what is between them was heard too
+            ones = [torch.empty_like(t) for t in live]
+            torch.autograd.grad(live, live, ones, retain_graph=True, allow_unused=True)
+        back = tuple(self._heard[: 2 * own - len(self._heard)])
         # Before what it saved, for it sends before it saves: a recompute that ends there has sent again.
         self.events.insert(
             start,

@@ -141,3 +141,20 @@ def test_units_do_not_share_a_redistribution_of_what_they_are_handed():
         fsdp=mp.Fsdp(units=["rest.*"]),
     )  # fmt: skip
     passes(Fan, plan, 4)
+
+
+class Again(nn.Module):
+    """A split norm of a split norm: the second call's input is made from the parameters that both use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(6, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.norm(self.up(x))).square().mean()
+
+
+def test_an_operator_that_is_called_on_its_own_result_is_listed_once_a_call():
+    rules = [mp.Rule("up", use="colwise"), mp.Rule("norm", params={"weight": {"tp": S(0)}, "bias": {"tp": S(0)}})]
+    plan = mp.Plan(mesh={"tp": 2}, inputs={"x": mp.Input((4, 6), torch.float64)}, rules=rules)
+    passes(Again, plan, 2)
