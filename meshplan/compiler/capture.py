@@ -286,13 +286,13 @@ class _Capture(TorchFunctionMode):
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__get__" and not isinstance(seen := func(*args, **kwargs), Tensor):
             return seen  # a shape, a dtype: most of what code asks of a tensor
-        # A leaf: a constant into which the model wrote has a gradient too, and is the model's own.
         leaves, structure = compat.flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
+        # A leaf: a constant into which the model wrote has a gradient too, and is the model's own.
         if any(not compat.is_fake(t) and t.requires_grad and t.is_leaf for t in tensors):
             raise foreign_parameter(name_of(func), self.stack.path)
-        number = len(self.trace.calls)
-        if is_in_place(func):
+        number, in_place = len(self.trace.calls), is_in_place(func)
+        if in_place:
             self._written(tensors)
         out = run_call(func, args, kwargs, self.stack.path, number not in self.trace.variable, tensors)
         if not is_recorded(func, out):
@@ -303,7 +303,6 @@ class _Capture(TorchFunctionMode):
             if not compat.is_fake(t):
                 self._made.setdefault(compat.storage_key(t), []).append((number, t))
         refs = tuple(Ref(self.ids.get(x)) if isinstance(x, Tensor) else x for x in leaves)
-        in_place = is_in_place(func)
         written = args[0] if in_place else out
         made = [o for o in (written if isinstance(written, (list, tuple)) else [written]) if isinstance(o, Tensor)]
         outs = tuple(
@@ -311,12 +310,11 @@ class _Capture(TorchFunctionMode):
         )
         self.trace.calls.append(
             Call(
-                len(self.trace.calls), func, refs, structure, outs, self.stack.path,
+                number, func, refs, structure, outs, self.stack.path,
                 self.stack.next_ordinal(), call_site(), in_place,
             )
         )  # fmt: skip
         return out
-
 
     def _written(self, tensors: list[Tensor]) -> None:
         if tensors and not compat.is_fake(tensors[0]) and any(map(compat.is_fake, tensors[1:])):

@@ -265,7 +265,7 @@ class Redistributing(Known):
         if outer is not None:
             self.decisions.add(outer, axis, kind, where)
             return
-        if implicit and here.side == "input" and (here, axis) not in self.decisions.contested:
+        if implicit and here.side == "input":
             # At its entry, for all that the module does with it: code before this use has seen it as it was handed over, and
             # equals of the module are handed the same.
             self.decisions.add(here, axis, kind, where)

@@ -91,12 +91,15 @@ def _at_path(value: Any, path: str, convert: Convert) -> Any:
 def _forward_of(cls: type) -> Callable[..., Any]:
     base = cls.forward  # type: ignore[attr-defined]
 
-    def edited(self: Any, duties: Duties, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def plain(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = self.__dict__.get("_meshplan_forward")
+        return base(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+    def edited(self: Any, duties: Duties, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if duties.edits is None:
-            return base(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+            return plain(self, args, kwargs)
         with duties.editing(duties.edits):
-            return base(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+            return plain(self, args, kwargs)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         duties: Duties = self._meshplan_duties
@@ -114,8 +117,7 @@ def _forward_of(cls: type) -> Callable[..., Any]:
         duties: Duties = self._meshplan_duties
         if not (duties.called or duties.always) and Step.depth:
             # The calls inside were lowered as those of the module whose code says `child.forward(x)`.
-            own = self.__dict__.get("_meshplan_forward")
-            return base(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+            return plain(self, args, kwargs)
         duties.called = False
         around = duties.around
         if around is None:

@@ -63,8 +63,9 @@ def cores_of(
     if not _uneven(first):
         return [first] * world
     cores = [first, *(compile_core(model, plan, spec, batch, r, check="off", fold=fold) for r in range(1, world))]
-    for rank, core in enumerate(cores):
-        apart = [name for name, fact in core.facts().items() if fact != first.facts()[name]]
+    wanted = first.facts()
+    for rank, core in enumerate(cores[1:], 1):
+        apart = [name for name, fact in core.facts().items() if fact != wanted[name]]
         if apart:
             raise PlanError(
                 f"the ranks are about to run different programs: ranks 0 and {rank} differ in {', '.join(apart)}",
