@@ -6,8 +6,11 @@ same arguments up to what the layouts change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +27,7 @@ from meshplan.compiler.repeats import (
     input_signature,
     like,
 )
+from meshplan.compiler.sketch import Sketch
 from meshplan.compiler.source import call_site
 from meshplan.compiler.tracing import recording
 from meshplan.errors import PlanError, Where
@@ -235,9 +239,11 @@ def run_call(
 
 
 class _Capture(TorchFunctionMode):
-    def __init__(self, trace: Trace, ids: ValueIds, stack: ModuleStack, equals: Equals | None) -> None:
+    def __init__(
+        self, trace: Trace, ids: ValueIds, stack: ModuleStack, equals: Equals | None, sketch: Sketch | None
+    ) -> None:
         super().__init__()
-        self.trace, self.ids, self.stack, self.equals = trace, ids, stack, equals
+        self.trace, self.ids, self.stack, self.equals, self.sketch = trace, ids, stack, equals, sketch
         self.hooks: Callable[[str, nn.Module], None] = lambda path, module: None
         self.paused = False
         self.segments: dict[Any, Segment] = {}
@@ -294,7 +300,8 @@ class _Capture(TorchFunctionMode):
         number, in_place = len(self.trace.calls), is_in_place(func)
         if in_place:
             self._written(tensors)
-        out = run_call(func, args, kwargs, self.stack.path, number not in self.trace.variable, tensors)
+        run = partial(run_call, func, args, kwargs, self.stack.path, number not in self.trace.variable, tensors)
+        out = self.sketch.run(run, func, leaves, structure) if self.sketch and tensors and not in_place else run()
         if not is_recorded(func, out):
             if getattr(func, "__name__", "") in HOST_READS:
                 self.trace.reads.append((func.__name__, out))
@@ -365,13 +372,26 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [x for x in compat.flatten(tree)[0] if isinstance(x, Tensor)]
 
 
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's collector of cycles, which would walk a growing trace over and over: a quarter of its time."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
 def capture(
     copied: Callable[[], nn.Module], mode: Any, kwargs: dict[str, Any], equals: Equals | None = None,
-    inputs_of: Callable[..., tuple[Any, Any]] | None = None,
+    inputs_of: Callable[..., tuple[Any, Any]] | None = None, sketch: Sketch | None = None,
 ) -> tuple[nn.Module, Trace]:  # fmt: skip
     """Run a fake copy of the model once on fake global inputs and record its torch calls; returns the copy too. Of modules
     that are `equals`, those that are handed like inputs are traced once. `inputs_of(path, args, kwargs, alias)`, if given,
-    casts the arguments of modules: see `Precision.inputs`.
+    casts the arguments of modules: see `Precision.inputs`. With `sketch` values do not hold together as in a run.
 
     Raises PlanError `host-read` where the program depends on tensor values.
     """
@@ -379,14 +399,15 @@ def capture(
     while True:
         skeleton = copied()
         try:
-            return skeleton, _captured(skeleton, mode, kwargs, equals, inputs_of, variable)
+            return skeleton, _captured(skeleton, mode, kwargs, equals, inputs_of, sketch, variable)
         except ConstantWritten as found:
             variable |= found.calls
 
 
 def _captured(
-    skeleton: nn.Module, mode: Any, kwargs: dict[str, Any], equals: Equals | None, inputs_of: Any, variable: frozenset[int]
-) -> Trace:
+    skeleton: nn.Module, mode: Any, kwargs: dict[str, Any], equals: Equals | None, inputs_of: Any, sketch: Sketch | None,
+    variable: frozenset[int],
+) -> Trace:  # fmt: skip
     trace, ids, stack = Trace(mode=mode, variable=variable), ValueIds(), ModuleStack()
 
     def before(path: str, module: nn.Module, a: Any, k: Any) -> None:
@@ -406,12 +427,12 @@ def _captured(
     def cast(path: str, a: Any, k: Any) -> tuple[Any, Any]:
         return inputs_of(path, a, k, lambda new, old: ids.alias(new, ids.get(old))) if inputs_of else (a, k)
 
-    recorder, hooks = _Capture(trace, ids, stack, equals), ModuleHooks(before, after, stack, cast)
+    recorder, hooks = _Capture(trace, ids, stack, equals, sketch), ModuleHooks(before, after, stack, cast)
     recorder.hooks = hooks.inside
     hooks.on(skeleton)
     if equals is not None:
         equals.intercept(skeleton, recorder.grouped)
-    with mode, compat.on_cpu(), recorder, recording() as asked:
+    with _uncollected(), mode, compat.on_cpu(), recorder, recording() as asked:
         out = skeleton(**kwargs)
     trace.asked = tuple(asked)
     trace.values = ids.values

@@ -15,6 +15,7 @@ from meshplan.compiler.kinds import Kind
 from meshplan.compiler.precision import Precision
 from meshplan.compiler.repeats import confirmed, equal_layers, input_signature, shared_keys
 from meshplan.compiler.skeleton import fake_copy
+from meshplan.compiler.sketch import Sketch
 
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, int]]] = WeakKeyDictionary()
 
@@ -33,7 +34,8 @@ def foldable(
     key = (input_signature((), inputs), tuple(sorted(every.items())), precision or Precision())
     known = _KNOWN.get(model)
     if known is None or known[0] != key:
-        trace = capture(partial(fake_copy, model, mode), mode, inputs, None, precision.inputs if precision else None)[1]
+        cast = precision.inputs if precision else None
+        trace = capture(partial(fake_copy, model, mode), mode, inputs, None, cast, Sketch())[1]
         known = _KNOWN[model] = (key, confirmed(every, trace))
     same = known[1]
     return shared_keys({path: (group, same[path]) for path, group in groups.items() if path in same})

@@ -119,7 +119,7 @@ def _normalised(call: Call, relative: str, trace: Trace, numbers: dict[int, int]
         return (numbers.setdefault(value, len(numbers)), tuple(t.shape), t.dtype, t.requires_grad)
 
     leaves = tuple(tensor(x.value) if hasattr(x, "value") else repr(x) for x in call.leaves)
-    return (relative, call.func, leaves, str(call.structure), tuple(map(tensor, call.outs)))
+    return (relative, call.func, leaves, call.structure, tuple(map(tensor, call.outs)))
 
 
 def _attribute(value: Any) -> Any:
@@ -220,10 +220,20 @@ def _fresh(x: Tensor, given: list[tuple[Tensor, Tensor]]) -> Tensor:
     if not x.requires_grad:
         return torch.empty_like(x, requires_grad=False)
     came = sources(x, [old for old, _ in given])
-    inputs = [new for (_, new), comes in zip(given, came, strict=True) if comes]
+    return fresh(x, [new for (_, new), comes in zip(given, came, strict=True) if comes])
+
+
+def fresh(x: Tensor, inputs: list[Tensor]) -> Tensor:
+    """A tensor like `x` without values, whose gradient, if `x` has one, goes to `inputs`."""
+    if not x.requires_grad:
+        return _bare(x)
     # Either way not a leaf, since the model may write into it.
-    made: Tensor = _StandIn.apply(x, *inputs) if inputs else torch.empty_like(x).requires_grad_().clone()  # type: ignore[no-untyped-call]
+    made: Tensor = _StandIn.apply(x, *inputs) if inputs else _bare(x).requires_grad_().clone()  # type: ignore[no-untyped-call]
     return made
+
+
+def _bare(x: Tensor) -> Tensor:
+    return compat.fake_like(x) if compat.is_fake(x) else torch.empty_like(x, requires_grad=False)
 
 
 class _StandIn(torch.autograd.Function):
@@ -232,7 +242,7 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *inputs: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        return torch.empty_like(x)
+        return _bare(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
