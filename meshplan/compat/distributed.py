@@ -11,6 +11,7 @@ import torch
 from torch.distributed import Store
 from torch.distributed.tensor import DTensor
 
+from meshplan.compat.autograd import below_autograd
 from meshplan.compat.fake import without_fake_mode
 
 
@@ -105,16 +106,30 @@ def strided_shard_class() -> Any:
     return _StridedShard
 
 
-def functional_collectives() -> tuple[Any, Any, Any, Any]:
-    """The operators all_gather, reduce_scatter, all_reduce and wait under the functional collectives, overload already
-    picked (`torch.ops._c10d_functional`, torch 2.11 to 2.13): `(x, n, group)`, `(x, op, n, group)`, `(x, op, group)`, `(x)`."""
+def functional_collectives() -> tuple[Any, Any, Any, Any, Any]:
+    """The operators all_gather, reduce_scatter, all_reduce, all_to_all and wait under the functional collectives, overload
+    already picked (`torch.ops._c10d_functional`, torch 2.11 to 2.13): `(x, n, group)`, `(x, op, n, group)`, `(x, op, group)`,
+    `(x, sizes out, sizes in, group)`, `(x)`."""
     ops = torch.ops._c10d_functional
     return (
         ops.all_gather_into_tensor.default,
         ops.reduce_scatter_tensor.default,
         ops.all_reduce.default,
+        ops.all_to_all_single.default,
         ops.wait_tensor.default,
     )
+
+
+def exchange(group: str, sent: torch.Tensor, to: int, came: torch.Tensor, source: int) -> list[Any]:
+    """Start sending one tensor and receiving another over the process group registered as `group`, peers by their rank in
+    it; returns what to wait for. NCCL makes both one call, on a stream of its own. Same on torch 2.11 to 2.13, but
+    that a registered name leads to its group is private."""
+    from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
+
+    members: Any = process_group_of(group)
+    ops = [P2POp(isend, sent, group=members, group_peer=to), P2POp(irecv, came, group=members, group_peer=source)]
+    with below_autograd():
+        return batch_isend_irecv(ops)  # type: ignore[no-any-return]
 
 
 def new_dtensor(local: torch.Tensor, spec: Any) -> Any:

@@ -8,7 +8,7 @@ very same boundaries and operators over abstract groups, which is why the comm g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshplan import compat
 
-_ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE, _WAIT = compat.functional_collectives()
+_ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE, _ALL_TO_ALL, _WAIT = compat.functional_collectives()
 
 OnCall = Callable[[str, "AxisGroup", Tensor], None]
 
@@ -122,6 +122,37 @@ class AxisGroup:
             return x.clone()
         return _send(_ALL_REDUCE, x.contiguous(), op, self.name)
 
+    def all_to_all(self, x: Tensor, cut: int, join: int) -> Tensor:
+        """From whole on `cut` and sharded on `join` to sharded on `cut` and whole on `join`: each rank keeps its share of
+        `cut` for all of `join`. Both come in equal shards; the caller has seen to it that the ranks divide `cut`."""
+        n = self.size
+        if n == 1:
+            return x
+        # One block a destination in front; what arrives is one block a source, which belongs beside `join`.
+        blocks = x.unflatten(cut, (n, x.shape[cut] // n)).movedim(cut, 0).contiguous()
+        if self.name is None:
+            self._tell("all_to_all", blocks)
+            blocks = blocks.clone()
+        else:
+            rows = blocks.flatten(0, 1) if blocks.dim() > 1 else blocks
+            even = [rows.shape[0] // n] * n
+            blocks = _send(_ALL_TO_ALL, rows, even, even, self.name).view(blocks.shape)
+        return blocks.movedim(0, join).flatten(join, join + 1)
+
+    def shift(self, x: Tensor, by: int = 1) -> Shift:
+        """Start to send `x` to the rank `by` places on, in a ring, and to receive the like from `by` places back; the result's
+        `wait()` gives what came. `x` must stay as it is until then."""
+        if self.size == 1:
+            return Shift(x)
+        x = x.contiguous()
+        came = torch.empty_like(x)
+        if self.name is None:
+            self._tell("send", x)
+            self._tell("recv", came)
+            return Shift(came)
+        to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
+        return Shift(came, x, compat.exchange(self.name, x, to, came, source))
+
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's shard of a replicated `x` along `dim`: a view, no communication."""
         size = x.shape[dim]
@@ -130,6 +161,20 @@ class AxisGroup:
     def _tell(self, op: str, full: Tensor) -> None:
         if self.on_call is not None:
             self.on_call(op, self, full)
+
+
+class Shift:
+    """A ring exchange under way. It holds what is sent, which must live until it has left."""
+
+    def __init__(self, came: Tensor, sent: Tensor | None = None, works: Sequence[Any] = ()) -> None:
+        self._came, self._sent, self._works = came, sent, works
+
+    def wait(self) -> Tensor:
+        """What arrived; on CUDA the current stream waits, not the host."""
+        for work in self._works:
+            work.wait()
+        self._sent, self._works = None, ()
+        return self._came
 
 
 def _send(op: Any, x: Tensor, *settings: Any) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups
-from meshplan.runtime.comm import AxisGroup
+from meshplan.runtime.comm import AxisGroup, Shift
 from meshplan.runtime.editing import Editing
 from meshplan.runtime.regather import Keeping
 from meshplan.runtime.views import Step
@@ -149,6 +149,18 @@ class SimulatedGroup(AxisGroup):
         if self.size == 1:
             return x
         return functools.reduce(_COMBINE[op], self._everyone(f"all_reduce {op}", x))
+
+    def all_to_all(self, x: Tensor, cut: int, join: int) -> Tensor:
+        if self.size == 1:
+            return x
+        if x.shape[cut] % self.size:
+            raise _apart(f"send {x.shape[cut]} of dim {cut} in equal pieces over {self.axis}")
+        return torch.cat([self.shard(part, cut) for part in self._everyone("all_to_all", x)], join)
+
+    def shift(self, x: Tensor, by: int = 1) -> Shift:
+        if self.size == 1:
+            return Shift(x)
+        return Shift(self._everyone(f"shift by {by}", x)[(self.rank - by) % self.size])
 
     def _everyone(self, op: str, x: Tensor) -> list[Tensor]:
         parts = self.world.exchange(self.key, self.size, self.rank, f"{op} over {self.axis}", x)

@@ -35,14 +35,21 @@ CALLS = {
 def test_a_stand_in_is_like_the_call(name):
     sketch = Sketch()
     with compat.fake_tensor_mode():
-        for dtype, grad in [(torch.float32, True), (torch.float16, False), (torch.float32, True), (torch.float16, False)]:
+        for dtype, grad in [
+            (torch.float32, True),
+            (torch.float16, False),
+            (torch.float32, True),
+            (torch.float16, False),
+        ]:
             x, _ = given(dtype, grad)
             w = torch.empty(7, 5, dtype=dtype)
             leaves, structure = compat.flatten(((x, w), {}))
             want = CALLS[name](x, w)
             got = sketch.run(partial(CALLS[name], x, w), CALLS[name], leaves, structure)
             assert described(got) == described(want)
-            assert (compat.storage_key(got) == compat.storage_key(x)) == (compat.storage_key(want) == compat.storage_key(x))
+            assert (compat.storage_key(got) == compat.storage_key(x)) == (
+                compat.storage_key(want) == compat.storage_key(x)
+            )
             assert (got is x) == (want is x)
 
 
