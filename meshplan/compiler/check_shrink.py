@@ -21,7 +21,7 @@ from meshplan.compiler.kinds import Kind
 from meshplan.compiler.localize import CREATED
 from meshplan.compiler.rules.views import dim_groups
 from meshplan.compiler.uses import Spec, Use
-from meshplan.plan.placements import Shard
+from meshplan.plan.placements import Shard, like_parts
 from meshplan.runtime.comm import chunk_sizes
 
 LIMIT = 2**20
@@ -152,9 +152,9 @@ def _renamed(x: Any, table: Mapping[int, int]) -> Any:
 
 
 def _kind(kind: Kind, table: Mapping[int, int]) -> Kind:
-    return (
-        Shard(kind.dim, tuple(table.get(p, p) for p in kind.parts)) if isinstance(kind, Shard) and kind.parts else kind
-    )
+    if not isinstance(kind, Shard) or not kind.parts:
+        return kind
+    return Shard(kind.dim, like_parts(kind.parts, (table.get(p, p) for p in kind.parts)))
 
 
 def _accepted(use: Use, new: Use) -> bool:
@@ -207,18 +207,22 @@ def _as_view(use: Use, degree: int) -> Use | None:
             continue
         many, one = (left, right[0]) if len(right) == 1 else (right, left[0])
         here, there = (before, after) if many is left else (after, before)
-        sizes = {d: lengths.pick(here[d]) for d in many}
+        many_kind, one_kind = (ins, outs) if many is left else (outs, ins)
+        cut, own = (many_kind.dim, len(many_kind.parts or (0,))) if isinstance(many_kind, Shard) else (-1, 1)
+        sizes = {d: own * lengths.pick(here[d] // own) if d == cut else lengths.pick(here[d]) for d in many}
         product = math.prod(sizes.values())
         if (there[one] % use.degree == 0) != (product % degree == 0):
             continue
         for d, size in sizes.items():
             here[d] = size
-        if isinstance(ins, Shard) and ins.parts and ins.dim in left:
-            if len(set(ins.parts)) > 1 or product % len(ins.parts):
+        if isinstance(many_kind, Shard) and many_kind.parts and cut in sizes:
+            many_kind = Shard(cut, like_parts(many_kind.parts, [sizes[cut] // own] * own))
+        if isinstance(one_kind, Shard) and one_kind.parts and one_kind.dim == one:
+            if cut not in sizes or len(set(one_kind.parts)) > 1:
                 return None
-            ins = Shard(ins.dim, (product // len(ins.parts),) * len(ins.parts))
-            if isinstance(outs, Shard) and outs.parts:
-                outs = Shard(outs.dim, ins.parts)
+            parts = own * math.prod(sizes[d] for d in many[: many.index(cut)])
+            one_kind = Shard(one, like_parts(one_kind.parts, [product // parts] * parts))
+        ins, outs = (many_kind, one_kind) if many is left else (one_kind, many_kind)
         there[one] = product
     leaves, structure = compat.flatten(((Ref(0), tuple(after)), {}))
     new = replace(

@@ -57,7 +57,7 @@ def choose(
 
 def _in_parts(s: Strategy, kinds: Sequence[Kind], tensors: Sequence[Tensor]) -> list[Strategy]:
     """`s` for dims of fused parts that inputs at hand are cut in: then every input has to be cut part by part."""
-    if s.plain or s.replace not in (None, "split_norm") or any(isinstance(k, Shard) and k.parts for k in s.ins):
+    if s.plain or not _any_order(s) or any(isinstance(k, Shard) and k.parts for k in s.ins):
         return []
     found = {
         have.parts: None
@@ -72,6 +72,12 @@ def _in_parts(s: Strategy, kinds: Sequence[Kind], tensors: Sequence[Tensor]) -> 
             if None not in outs:
                 ways.append(Strategy(ins, tuple(k for k in outs if k is not None), s.replace, s.plain))
     return ways
+
+
+def _any_order(s: Strategy) -> bool:
+    """Whether the operator that runs the strategy asks nothing of the order in which a dim is split."""
+    tokens = s.replace == "cross_entropy" and isinstance(s.ins[1], Shard)
+    return tokens or s.replace in (None, "split_norm", "dropout")
 
 
 def _of_parts(out: Kind, parts: tuple[int, ...]) -> Kind | None:
@@ -101,6 +107,8 @@ def _reach(
                 continue
             if have.parts and want.parts:
                 regrouped = regroup_parts(have.parts, want.parts)
+                if regrouped is not None and len(s.outs) == 1:  # a dim of them opened
+                    regrouped = regrouped[:1] if len(set(regrouped)) == 1 else None
                 if regrouped is None:
                     return None
                 wanted.append(None)

@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from meshplan.compiler.kinds import A, I, Kind, P, R
-from meshplan.plan.placements import Shard
+from meshplan.plan.placements import Shard, dealt
 from meshplan.runtime.comm import chunk_offset, chunk_sizes
 
 
 def cut(x: Tensor, kind: Shard, n: int, rank: int) -> Tensor:
     """Shard `rank` of `x`, part by part if the kind has parts."""
-    pieces = x.split(list(kind.parts), kind.dim) if kind.parts else (x,)
+    parts = kind.parts or (x.shape[kind.dim],)
     n, rank = n // kind.copies, rank // kind.copies
+    owned = [dealt(parts, k, n, rank) for k in range(len(parts))]
     mine = [
-        p.narrow(kind.dim, chunk_offset(p.shape[kind.dim], n, rank), chunk_sizes(p.shape[kind.dim], n)[rank])
-        for p in pieces
+        p.narrow(kind.dim, chunk_offset(p.shape[kind.dim], n, at), chunk_sizes(p.shape[kind.dim], n)[at])
+        for p, at in zip(x.split(list(parts), kind.dim), owned, strict=True)
     ]
     return torch.cat(mine, kind.dim) if len(mine) > 1 else mine[0].clone()
 
@@ -72,10 +73,13 @@ def gather(parts: Sequence[Tensor], kind: Kind, whole: Sequence[int]) -> Tensor 
         agreed = [one for one in ones if one is not None]
         return gather(agreed, Shard(kind.dim), whole) if len(agreed) == len(ones) else None
     if isinstance(kind, Shard):
-        n = len(parts)
-        sizes = [chunk_sizes(p, n) for p in kind.parts or (whole[kind.dim],)]
-        split = [part.split([s[r] for s in sizes], kind.dim) for r, part in enumerate(parts)]
-        return torch.cat([split[r][k] for k in range(len(sizes)) for r in range(n)], kind.dim)
+        n, dealing = len(parts), kind.parts or (whole[kind.dim],)
+        sizes = [chunk_sizes(p, n) for p in dealing]
+        split = [
+            part.split([s[dealt(dealing, k, n, r)] for k, s in enumerate(sizes)], kind.dim) for r, part in enumerate(parts)
+        ]
+        owners = [[dealt(dealing, k, n, r) for r in range(n)] for k in range(len(sizes))]  # an involution
+        return torch.cat([split[r][k] for k in range(len(sizes)) for r in owners[k]], kind.dim)
     if kind in (P, A):
         total = sum(parts[1:], parts[0])
         return total / len(parts) if kind == A else total

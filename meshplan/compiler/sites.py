@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from meshplan.compiler.kinds import Kind
 from meshplan.errors import Where
-from meshplan.plan.placements import Shard
+from meshplan.plan.placements import Shard, parts_within
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Move:
 
     @property
     def parts(self) -> tuple[int, ...] | None:
-        """The fused parts of the sharded side, each of which is cut on its own."""
-        return next((k.parts for k in (self.src_kind, self.dst_kind) if isinstance(k, Shard) and k.parts), None)
+        """The fused parts of the sharded side, each of which is cut on its own, as far as outer axes left them."""
+        parts = next((k.parts for k in (self.src_kind, self.dst_kind) if isinstance(k, Shard) and k.parts), None)
+        return (parts_within(parts, self.size) or parts) if parts else None
 
 
 TURNS = 3  # how often one site may change its mind: an owner of its gradient becomes known, a use is found later

@@ -3,19 +3,69 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from meshplan.errors import PlanError
 
 
+class Mirrored(tuple[int, ...]):
+    """Sizes of parts, every second of which is dealt to the ranks from the last to the first: the zigzag order of a causal
+    sequence, `Mirrored((4, 4))` on 2 ranks is rows 0 1 6 7 and 2 3 4 5. Never equal to a plain tuple of the same sizes."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mirrored) and tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(("mirrored", *self))
+
+    def __mul__(self, times: Any) -> Mirrored:
+        return Mirrored(tuple(self) * times)
+
+    def __repr__(self) -> str:
+        return f"Mirrored({tuple(self)})"
+
+
+def zigzag(size: int) -> Mirrored:
+    """The parts of one sequence of `size`, an even number, in zigzag order."""
+    return Mirrored((size // 2, size // 2))
+
+
+def like_parts(parts: tuple[int, ...], sizes: Iterable[int]) -> tuple[int, ...]:
+    """`sizes` as parts dealt as `parts` are."""
+    return Mirrored(sizes) if isinstance(parts, Mirrored) else tuple(sizes)
+
+
+def dealt(parts: tuple[int, ...], part: int, ranks: int, rank: int) -> int:
+    """Which of `ranks` equal pieces of part number `part` is that of `rank`."""
+    return ranks - 1 - rank if isinstance(parts, Mirrored) and part % 2 else rank
+
+
+def parts_within(parts: tuple[int, ...], size: int) -> tuple[int, ...] | None:
+    """The parts of the first `size` of a dim of `parts`, where an outer axis left that much of it; None where it cuts across
+    them, or leaves other ranks other parts."""
+    if sum(parts) == size:
+        return parts
+    period = 2 if isinstance(parts, Mirrored) else 1
+    if len(set(parts)) > 1 or size % (parts[0] * period):
+        return None
+    return like_parts(parts, parts[: size // parts[0]])
+
+
 @dataclass(frozen=True)
 class Shard:
-    """Sharded along tensor dim `dim`. `parts` are sizes along that dim that are each split on their own
-    (a fused `q|k|v` or `gate|up` parameter); None means one part. With `copies`, there are fewer shards than ranks and each
-    is held by that many neighbouring ranks (kv heads fewer than tp)."""
+    """Sharded along tensor dim `dim`. `parts` are sizes along that dim that are each split on their own (a fused `q|k|v` or
+    `gate|up` parameter), `Mirrored` ones in zigzag order; None means one part. With `copies`, there are fewer shards than
+    ranks and each is held by that many neighbouring ranks (kv heads fewer than tp)."""
 
     dim: int
-    parts: tuple[int, ...] | None = None
+    parts: tuple[int, ...] | None = None  # kept as given: a subclass of tuple says how parts are dealt
     copies: int = 1
 
     def __post_init__(self) -> None:
@@ -27,12 +77,16 @@ class Shard:
                 raise _bad(number, "in a shard", "S(<dim>) with an integer dim, parts with integer sizes")
         if any(size < 1 for size in sizes):
             raise _bad(list(sizes), "as parts", "positive sizes")
+        if isinstance(sizes, Mirrored) and (len(sizes) % 2 or len(set(sizes)) > 1):
+            raise _bad(list(sizes), "as mirrored parts", "an even number of equal sizes")
         if self.copies < 1 or (self.copies > 1 and self.parts):
             raise _bad(self.copies, "as copies", "a positive number, and 1 for a dim with parts")
 
     def __str__(self) -> str:
         copies = f", copies={self.copies}" if self.copies > 1 else ""
-        return f"S({self.dim}{copies})" if self.parts is None else f"S({self.dim}, parts={list(self.parts)})"
+        if self.parts is None:
+            return f"S({self.dim}{copies})"
+        return f"S({self.dim}, {'zigzag' if isinstance(self.parts, Mirrored) else 'parts'}={list(self.parts)})"
 
     __repr__ = __str__
 
@@ -71,11 +125,12 @@ def S(dim: int, parts: tuple[int, ...] | list[int] | None = None) -> Shard:
     return Shard(dim, tuple(parts) if parts is not None else None)
 
 
-_SHARD = re.compile(r"S\(\s*(-?\d+)\s*(?:,\s*(?:parts\s*=\s*\[([\d,\s]+)\]|copies\s*=\s*(\d+))\s*)?\)")
+_SHARD = re.compile(r"S\(\s*(-?\d+)\s*(?:,\s*(?:(parts|zigzag)\s*=\s*\[([\d,\s]+)\]|copies\s*=\s*(\d+))\s*)?\)")
 
 
 def parse_placement(text: str) -> Placement:
-    """`S(0)`, `S(0, parts=[8, 8, 8])`, `S(0, copies=2)`, `R` or `P` as a placement. Raises PlanError for anything else."""
+    """`S(0)`, `S(0, parts=[8, 8, 8])`, `S(1, zigzag=[8, 8])`, `S(0, copies=2)`, `R` or `P` as a placement. Raises PlanError
+    for anything else."""
     text = text.strip()
     if text == "R":
         return R
@@ -83,6 +138,7 @@ def parse_placement(text: str) -> Placement:
         return P
     match = _SHARD.fullmatch(text)
     if match:
-        parts = [int(n) for n in match[2].split(",") if n.strip()] if match[2] else None
-        return Shard(int(match[1]), tuple(parts) if parts else None, int(match[3] or 1))
+        sizes = [int(n) for n in match[3].split(",") if n.strip()] if match[3] else []
+        parts = Mirrored(sizes) if match[2] == "zigzag" else tuple(sizes)
+        return Shard(int(match[1]), parts or None, int(match[4] or 1))
     raise PlanError(f"{text!r} is not a placement", code="bad-placement", legal="S(<dim>), R or P")

@@ -26,13 +26,14 @@ there multiplies its mate by n, and a move out of I divides it by n.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshplan import compat
+from meshplan.plan.placements import Mirrored
 from meshplan.runtime.comm import AxisGroup, chunk_offset, chunk_sizes
 
 # A pair of functions (x, group, dim, size) -> tensor, where size is the global length of `dim`.
@@ -128,12 +129,19 @@ def _in_parts(half: Half, parts: tuple[int, ...], joins: bool) -> Half:
     def run(x: Tensor, g: AxisGroup, dim: int, size: int) -> Tensor:
         if joins:
             by_rank = half(x, g, dim, size).unflatten(dim, (g.size, -1))
-            pieces = by_rank.split([p // g.size for p in parts], dim + 1)
+            pieces = _dealt(by_rank.split([p // g.size for p in parts], dim + 1), parts, dim)
             return torch.cat([piece.flatten(dim, dim + 1) for piece in pieces], dim)
-        by_part = [piece.unflatten(dim, (g.size, -1)) for piece in x.split(list(parts), dim)]
+        by_part = _dealt([piece.unflatten(dim, (g.size, -1)) for piece in x.split(list(parts), dim)], parts, dim)
         return half(torch.cat(by_part, dim + 1).flatten(dim, dim + 1), g, dim, size)
 
     return run
+
+
+def _dealt(pieces: Sequence[Tensor], parts: tuple[int, ...], dim: int) -> list[Tensor]:
+    """Pieces with the ranks on `dim`, those of mirrored parts turned from their order in the whole to that of the ranks, or
+    back."""
+    turned = isinstance(parts, Mirrored)
+    return [piece.flip(dim) if turned and k % 2 else piece for k, piece in enumerate(pieces)]
 
 
 _COLLECTIVE: dict[Half, str] = {

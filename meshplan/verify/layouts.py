@@ -10,7 +10,7 @@ from torch import Tensor
 from meshplan.compiler.kinds import A, I, Kind, N, P, R
 from meshplan.compiler.pieces import apart, cut, gather, gather_gradient, local_size, tolerance
 from meshplan.mesh.spec import DATA_AXES, MeshSpec
-from meshplan.plan.placements import Shard
+from meshplan.plan.placements import Shard, like_parts, parts_within
 
 
 def take(x: Tensor, kinds: Sequence[Kind], axes: Sequence[str], spec: MeshSpec, rank: int) -> Tensor:
@@ -29,8 +29,13 @@ def nested(kinds: Sequence[Kind], axes: Sequence[str], spec: MeshSpec) -> tuple[
             parts = kind.parts
             for axis, outer in zip(axes, out, strict=False):
                 n = spec.degree(axis)
-                if isinstance(outer, Shard) and outer.dim == kind.dim and all(p % n == 0 for p in parts):
-                    parts = tuple(p // n for p in parts)
+                if not isinstance(outer, Shard) or outer.dim != kind.dim:
+                    continue
+                left = None if outer.parts else parts_within(parts, sum(parts) // n)
+                if left is not None:  # a run of whole parts
+                    parts = left
+                elif all(p % n == 0 for p in parts):
+                    parts = like_parts(parts, (p // n for p in parts))
             kind = Shard(kind.dim, parts, kind.copies)
         out.append(kind)
     return tuple(out)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 
 from meshplan.compiler.kinds import A, Kind, P
 from meshplan.compiler.rules.base import REP, Op, Rule, Strategy, dims_of, is_float, same
-from meshplan.plan.placements import Shard
+from meshplan.plan.placements import Mirrored, Shard, like_parts
 from meshplan.runtime.comm import chunk_sizes
 
 
@@ -51,6 +52,8 @@ def reshape(op: Op, n: int) -> list[Strategy]:
             found.append(Strategy((Shard(left[0]),), (Shard(right[0]),), plain=True))
         if len(left) == 1 and len(right) > 1:
             found += _fused(src[left[0]], left[0], right, dst, n)
+        if len(right) == 1 and len(left) > 1:
+            found += _joined(left, right[0], src, n)
     return found + passes_partial(op)
 
 
@@ -63,6 +66,17 @@ def _fused(size: int, dim: int, right: list[int], dst: tuple[int, ...], n: int) 
         inner = right[k + 1]
         if parts > 1 and dst[inner] % n == 0:
             found.append(Strategy((Shard(dim, (size // parts,) * parts),), (Shard(inner),)))
+    return found
+
+
+def _joined(left: list[int], into: int, src: tuple[int, ...], n: int) -> list[Strategy]:
+    # Dims joined into one, of which not the first is split: one part for each step of those before it.
+    found = []
+    for k, d in enumerate(left[1:], 1):
+        if src[d] % n == 0:
+            parts = math.prod(src[e] for e in left[:k])
+            inner = math.prod(src[e] for e in left[k + 1 :])
+            found.append(Strategy((Shard(d),), (Shard(into, (src[d] * inner,) * parts),)))
     return found
 
 
@@ -210,7 +224,9 @@ def regroup_parts(held: tuple[int, ...], wanted: tuple[int, ...]) -> list[tuple[
         here.append(size)
         at += size
         if len(out) < len(ends) and at == ends[len(out)]:
-            out.append(tuple(here))
+            if isinstance(held, Mirrored) and len(here) % 2:
+                return None
+            out.append(like_parts(held, here))
             here = []
         elif len(out) < len(ends) and at > ends[len(out)]:
             return None
