@@ -46,7 +46,7 @@ def unstable(single: nn.Module, batch: dict[str, Tensor], seed: int) -> bool:
     grads = [(g, other.grads[name]) for name, g in one.grads.items()]
     for entry, twin in zip(one.log.entries, other.log.entries, strict=True):
         grads += [(g, twin.grads[k]) for k, g in entry.grads.items() if k in twin.grads]
-    return tied(one) or any(_moves(a, b, 1e-6 * scale) for a, b in grads) or any(
+    return tied(one) or reordered(one, other) or any(_moves(a, b, 1e-6 * scale) for a, b in grads) or any(
         _moves(a, b, 1e-6) for a, b in zip(*made, strict=True) if a.is_floating_point()
     )
 
@@ -55,6 +55,13 @@ def tied(run: Run) -> bool:
     """Whether values that are put in order are equal but for rounding: which comes first is then up to that."""
     ordered = [e.outs[0].flatten().sort().values for e in run.log.entries if e.name in ("sort", "topk") and e.outs]
     return any(bool((v[1:] - v[:-1] < 1e-9).any()) for v in ordered if v.is_floating_point())
+
+
+def reordered(one: Run, other: Run) -> bool:
+    """Whether places without values, which a rank would have to find alike, differ between two runs that are equal but for
+    rounding."""
+    pairs = zip(one.log.entries, other.log.entries, strict=True)
+    return any(not torch.equal(a.outs[0], b.outs[0]) for a, b in pairs if a.name in ("argsort", "argmax", "argmin"))
 
 
 def _moves(a: Tensor, b: Tensor, floor: float) -> bool:

@@ -96,5 +96,5 @@ def _pieces(axis: str, plan: Plan, known: Mapping[str, int]) -> int:
         pieces *= known.get(one, 1)
     context = plan.context
     if axis == "cp" and pieces > 1 and context is not None:
-        pieces *= 2 if context.balance == "zigzag" and context.method != "ulysses" else 1
+        pieces *= 2 if context.zigzags else 1
     return pieces

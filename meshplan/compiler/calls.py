@@ -162,7 +162,7 @@ class Calls(Redistributing, Arguments):
                 continue
             params = [self.info(t).param is not None for t in tensors]
             pieces = axis.degree * self._pieces_beside(tensors, k)
-            choice = self.chooser.choose(rec, kinds, params, pieces, [t.requires_grad for t in tensors])
+            choice = self.chooser.choose(rec, kinds, params, pieces, [t.requires_grad for t in tensors], axis.name)
             if choice is None:
                 raise self.refuse(rec, tensors, axis)
             self._check_heads(rec, tensors, axis, kinds, choice)

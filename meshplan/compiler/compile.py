@@ -14,6 +14,7 @@ from meshplan import compat
 from meshplan.compiler.bind import Bound, bind
 from meshplan.compiler.capture import ModuleHooks, Trace, capture, tensors_in
 from meshplan.compiler.check import CHECKS, Checked, check_uses
+from meshplan.compiler.context import ContextAt, refuse_unused
 from meshplan.compiler.examples import Example, by_name, example_inputs
 from meshplan.compiler.expand import expand_repeats
 from meshplan.compiler.few_heads import SplitNeeded, split_spec, sub_axes, with_copies
@@ -110,6 +111,7 @@ def compile_core(
     checked = check_uses(decided, axes, trace) if check == "values" else Checked()
     expand_repeats(result, settled)
     program = replace(_program(bound, result, settled, axes, examples), checked=checked, asked=trace.asked)
+    refuse_unused(bound, ContextAt.of(bound, spec), ((path, e) for path, many in result.edits.items() for e in many.values()))
     core = Core(bound, spec, _params(bound, result, axes, kinds), program, examples)
     fsdp_cuts(core)  # refuses what FSDP could not cut
     refuse_foreign_reads(core, result.reads)
@@ -143,12 +145,12 @@ def _settled(
 
 
 def refuse_unlowered(plan: Plan, spec: MeshSpec) -> None:
-    for axis, section in (("pp", plan.pipeline), ("cp", plan.context), ("ep", plan.experts)):
+    for axis, section in (("pp", plan.pipeline), ("ep", plan.experts)):
         if spec.degree(axis) > 1 or section is not None:
             raise PlanError(
                 f"this version does not lower the {axis} axis",
                 code="axis-not-lowered",
-                legal=["dp_replicate", "dp_shard", "tp"],
+                legal=["dp_replicate", "dp_shard", "cp", "tp"],
             )
 
 
@@ -260,7 +262,7 @@ def _one_pass(
 
     groups: Groups = abstract_groups(spec, rank)
     holders = {p.name: {n.rpartition(".")[0] for n in p.names} for p in bound.params.values()}
-    run = Propagation(trace, axes, declared, owners, holders, decisions, Chooser(trace, groups))
+    run = Propagation(trace, axes, declared, owners, holders, decisions, Chooser(trace, groups, ContextAt.of(bound, spec)))
     heard = run.result.timeline.heard
     run.axes = [replace(a, group=type(a.group)(a.group.axis, a.group.size, a.group.rank, None, heard)) for a in axes]
     run.chooser.groups = abstract_groups(spec, rank, heard)

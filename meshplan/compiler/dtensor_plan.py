@@ -105,6 +105,11 @@ def _refuse_options(plan: Plan) -> None:
             "dtensor regions do not gather sequences again", code="dtensor-option",
             where=plan.recompute.source.child("gather").where, legal="regions: auto, or gather: save",
         )  # fmt: skip
+    if plan.context is not None and plan.context.zigzags:
+        raise PlanError(
+            "dtensor regions know sequences in one run a rank, not in zigzag order", code="dtensor-option",
+            where=plan.context.source.child("balance").where, legal="regions: auto, or balance: contiguous",
+        )  # fmt: skip
     if plan.fsdp is not None:
         casts = [k for k in ("param_dtype", "reduce_dtype", "output_dtype") if getattr(plan.fsdp, k) is not None]
         if casts:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshplan import compat
 from meshplan.compiler.bind import Bound
+from meshplan.compiler.context import in_order
 from meshplan.compiler.frames import positional_names
 from meshplan.compiler.kinds import Kind, N
 from meshplan.compiler.opaque import refuse_state
@@ -102,7 +103,7 @@ def _example(name: str, value: Any, bound: Bound, axes: Sequence[str]) -> Exampl
             raise PlanError(f"input {name!r} has no shape", code="no-inputs", legal="shape: in the plan")
         place = dict(value.place) or dict(bound.inputs[name].place if name in bound.inputs else {})
         leaf = Leaf(
-            name, tuple(value.shape), value.dtype or torch.get_default_dtype(), _kinds(place, axes, len(value.shape))
+            name, tuple(value.shape), value.dtype or torch.get_default_dtype(), _kinds(place, axes, value.shape, bound)
         )
         return Example((leaf,), compat.flatten(0)[1])
     leaves = []
@@ -112,17 +113,18 @@ def _example(name: str, value: Any, bound: Bound, axes: Sequence[str]) -> Exampl
         item = bound.inputs.get(key) or bound.inputs.get(name)
         if isinstance(x, Tensor):
             place = dict(item.place) if item else {}
-            leaves.append(Leaf(key, tuple(x.shape), x.dtype, _kinds(place, axes, x.dim()), x.requires_grad))
+            leaves.append(Leaf(key, tuple(x.shape), x.dtype, _kinds(place, axes, x.shape, bound), x.requires_grad))
         else:
             refuse_state(key, x)
             leaves.append(Leaf(key, None, None, (), constant=x))
     return Example(tuple(leaves), compat.flatten(value)[1])
 
 
-def _kinds(place: Mapping[str, Any], axes: Sequence[str], ndim: int) -> tuple[Kind, ...]:
+def _kinds(place: Mapping[str, Any], axes: Sequence[str], shape: Sequence[int], bound: Bound) -> tuple[Kind, ...]:
     kinds: dict[str, Kind] = dict.fromkeys(axes, N)
     for axis, placement in place.items():
         for one in expand((axis,)):
             if one in kinds and isinstance(placement, Shard):
-                kinds[one] = replace(placement, dim=placement.dim % max(ndim, 1))
+                dim = placement.dim % max(len(shape), 1)
+                kinds[one] = in_order(replace(placement, dim=dim), one, shape[dim] if shape else 1, bound.plan.context)
     return tuple(kinds[a] for a in axes)

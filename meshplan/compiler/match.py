@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from meshplan.compiler.context import MARK
 from meshplan.compiler.kinds import A, I, Kind, P, replicated
 from meshplan.compiler.rules.base import REP, Strategy
 from meshplan.compiler.rules.views import regroup_parts
@@ -77,7 +78,7 @@ def _in_parts(s: Strategy, kinds: Sequence[Kind], tensors: Sequence[Tensor]) -> 
 def _any_order(s: Strategy) -> bool:
     """Whether the operator that runs the strategy asks nothing of the order in which a dim is split."""
     tokens = s.replace == "cross_entropy" and isinstance(s.ins[1], Shard)
-    return tokens or s.replace in (None, "split_norm", "dropout")
+    return tokens or s.replace in (None, "split_norm", "dropout") or s.replace.startswith(MARK)
 
 
 def _of_parts(out: Kind, parts: tuple[int, ...]) -> Kind | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +13,16 @@ from torch import Tensor
 from meshplan import compat
 from meshplan.compiler import aten
 from meshplan.compiler.capture import Call, Ref, Trace
+from meshplan.compiler.context import MARK, ContextAt
 from meshplan.compiler.edits import Replacement
 from meshplan.compiler.kinds import Kind, replicated
 from meshplan.compiler.layout import Axis
 from meshplan.compiler.match import Choice, choose, copies_of
 from meshplan.compiler.rules import semantic
 from meshplan.compiler.rules.base import MISSING, REP, Op, Strategy
+from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups
-from meshplan.plan.placements import Shard
+from meshplan.plan.placements import Mirrored, Shard
 from meshplan.runtime import replace
 from meshplan.runtime.comm import chunk_size
 
@@ -27,13 +30,13 @@ from meshplan.runtime.comm import chunk_size
 class Chooser:
     """Strategies for the calls of one trace. Recorded aten ops are kept, since every pass and every axis asks again."""
 
-    def __init__(self, trace: Trace, groups: Groups) -> None:
-        self.trace, self.groups = trace, groups
+    def __init__(self, trace: Trace, groups: Groups, context: ContextAt | None = None) -> None:
+        self.trace, self.groups, self.context = trace, groups, context
         self._ops: dict[int, tuple[Op, list[int]]] = {}
         self._aten: dict[int, tuple[list[aten.AtenOp], list[Tensor], list[Tensor]]] = {}
 
     def choose(
-        self, rec: Call, kinds: Sequence[Kind], params: Sequence[bool], degree: int, requires: Sequence[bool]
+        self, rec: Call, kinds: Sequence[Kind], params: Sequence[bool], degree: int, requires: Sequence[bool], axis: str = ""
     ) -> Choice | None:
         """The cheapest way to run `rec` on one axis, its `wanted` in the order of the call's tensors."""
         if idle(rec):
@@ -45,7 +48,10 @@ class Chooser:
         rule = semantic.RULES.get(rec.func)
         if rule is not None:
             op, order = self.semantic_op(rec)
-            strategies = [reordered(s, order) for s in rule(op, shards) if len(s.ins) == len(order)]
+            found = rule(op, shards)
+            if rec.func is F.scaled_dot_product_attention and self.context and self.context.covers(axis, rec.module):
+                found = [*semantic.attention_over(op, self.context.operator), *found]
+            strategies = [reordered(s, order) for s in found if len(s.ins) == len(order)]
             return choose([*strategies, whole], kinds, tensors, params, degree, rec.in_place)
         ops, results, _ = self.decomposed(rec)
         given = {id(t): k for t, k in zip(tensors, kinds, strict=True)}
@@ -104,6 +110,9 @@ class Chooser:
         self, rec: Call, names: set[str], chosen: dict[str, Strategy], axes: list[Axis]
     ) -> Replacement | None:
         """The semantic operator that must run in place of `rec`, with its settings; None where the call can stay."""
+        over = next(((axis, s) for axis, s in chosen.items() if s.replace and s.replace.startswith(MARK)), None)
+        if over is not None:
+            return self._over_context(rec, *over, chosen, axes)
         if rec.func in (F.dropout, F.scaled_dot_product_attention):
             op, _ = self.semantic_op(rec)
             p = op.arg(1, "p", 0.5) if rec.func is F.dropout else op.arg(4, "dropout_p", 0.0)
@@ -114,7 +123,7 @@ class Chooser:
             shape = tuple(op.ins[0].shape)
             if rec.func is not F.dropout:
                 shape = (*shape[:-1], op.ins[1].shape[-2])
-            shards = tuple((name, s.outs[0].dim) for name, s in chosen.items() if isinstance(s.outs[0], Shard))
+            shards = _shards(chosen)
             name = "dropout" if rec.func is F.dropout else "attention_dropout"
             return Replacement(name, (("module", rec.module), ("global_shape", shape), ("shards", shards)))
         if not names:
@@ -138,9 +147,52 @@ class Chooser:
         settings = tuple((k, tuple(v)) for k, v in sorted(split.items()))
         return Replacement(name, (*settings, ("size", int(sizes[name]()))))
 
+    def _over_context(
+        self, rec: Call, axis: str, s: Strategy, chosen: dict[str, Strategy], axes: list[Axis]
+    ) -> Replacement:
+        """Attention over a sequence split on `axis`, with the settings of its method and of dropout on the probabilities."""
+        op, _ = self.semantic_op(rec)
+        q, k = op.ins[0], op.ins[1]
+        method, _, inner = (s.replace or "").removeprefix(MARK).partition(":")
+        degrees = {a.name: a.degree for a in axes}
+        split = math.prod(degrees[a] for a, other in chosen.items() if a != axis and _splits(other.outs[0], q.dim() - 3))
+        few = max((o.ins[1].copies for o in chosen.values() if isinstance(o.ins[1], Shard)), default=1)
+        try:
+            from meshplan.ops.attention.legal import check_heads
+        except ImportError:
+            check_heads = None
+        if check_heads:
+            try:
+                check_heads(
+                    q.shape[-3] // split, max(k.shape[-3] // (split // few), 1), degrees[axis], method, int(inner or 0) or None
+                )
+            except PlanError as error:
+                raise PlanError(
+                    error.message, code=error.code, where=rec.where, module=rec.module, legal=error.legal
+                ) from None
+        held = s.outs[0]
+        order = "zigzag" if isinstance(held, Shard) and isinstance(held.parts, Mirrored) else "contiguous"
+        return Replacement(
+            "context_attention",
+            (
+                ("module", rec.module), ("axis", axis), ("method", method), ("inner", int(inner or 0) or None),
+                ("size", int(q.shape[-2])), ("order", order), ("global_shape", (*q.shape[:-1], int(k.shape[-2]))),
+                ("shards", tuple(pair for pair in _shards(chosen) if pair[0] != axis)),
+            ),
+        )  # fmt: skip
+
     def run_replacement(self, r: Replacement, rec: Call, args: Any, kwargs: Any, axes: list[Axis]) -> Any:
         """Run the operator on fake local tensors over abstract groups."""
         return replace.bind(r.name, dict(r.settings), self.groups, None)(rec.func, args, kwargs)
+
+
+def _shards(chosen: Mapping[str, Strategy]) -> tuple[tuple[str, Any], ...]:
+    """The result's shards: axes with the dim that they split, outermost first."""
+    return tuple((name, s.outs[0]) for name, s in chosen.items() if isinstance(s.outs[0], Shard))
+
+
+def _splits(kind: Kind, dim: int) -> bool:
+    return isinstance(kind, Shard) and kind.dim == dim
 
 
 def idle(rec: Call) -> bool:

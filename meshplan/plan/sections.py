@@ -144,6 +144,11 @@ class Context(Section):
     balance: str = "zigzag"
     inner: int | None = None
 
+    @property
+    def zigzags(self) -> bool:
+        """Whether sequences are dealt in zigzag order: ulysses has every position of its heads, so it has nothing to balance."""
+        return self.balance == "zigzag" and self.method != "ulysses"
+
     def _check(self) -> None:
         self._paths("attention")
         self._choice("method", METHODS)

@@ -8,10 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshplan import compat
+from meshplan.compiler.context import AXIS, in_order
 from meshplan.errors import PlanError
 from meshplan.mesh.build import expand
 from meshplan.ops.token_mean import token_mean as _token_mean
 from meshplan.plan.placements import Shard
+from meshplan.runtime import boundary
 from meshplan.runtime.comm import AxisGroup
 from meshplan.runtime.session import Session, session_of
 
@@ -53,13 +55,20 @@ def _cut(session: Session, key: str, x: Tensor) -> Tensor:
         for one in [a for a in session.core.spec.names if a in expand((axis,))]:
             group = session.groups.group(one)
             dim = placement.dim % x.dim()
-            if x.shape[dim] % group.size:
+            pieces = group.size * (2 if one == AXIS and _zigzags(session) else 1)
+            if x.shape[dim] % pieces:
                 raise PlanError(
-                    f"dim {dim} of {key!r} has size {x.shape[dim]}, not divided by {one} {group.size}",
-                    code="batch-not-divisible", legal=f"a multiple of {group.size}",
+                    f"dim {dim} of {key!r} has size {x.shape[dim]}, not divided by {one} {pieces}",
+                    code="batch-not-divisible", legal=f"a multiple of {pieces}",
                 )  # fmt: skip
-            x = group.shard(x, dim)
+            shard = in_order(Shard(dim, placement.parts), one, x.shape[dim], session.core.bound.plan.context)
+            x = boundary.move(x, "N", "S", group, dim, x.shape[dim], shard.parts)
     return x.contiguous()
+
+
+def _zigzags(session: Session) -> bool:
+    context = session.core.bound.plan.context
+    return context is not None and context.zigzags
 
 
 def data_group(session: Session) -> AxisGroup:

@@ -12,10 +12,13 @@ from torch import Tensor
 
 from meshplan.mesh.build import Groups
 from meshplan.ops import norm
+from meshplan.ops.attention.attention import context_attention
+from meshplan.ops.attention.sequence import Sequence as SequenceOrder
 from meshplan.ops.cross_entropy import cross_entropy
-from meshplan.ops.dropout import DropoutStreams, dropout
+from meshplan.ops.dropout import DropoutStreams, Runs, dropout
 from meshplan.ops.dropout_attention import scaled_dot_product_attention
 from meshplan.ops.embedding import embedding
+from meshplan.plan.placements import Shard, dealt, parts_within
 from meshplan.runtime.comm import chunk_offset, chunk_sizes
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]
@@ -25,7 +28,7 @@ def bind(name: str, settings: Mapping[str, Any], groups: Groups, streams: Dropou
     """A function `(func, args, kwargs) -> Tensor` that stands for the torch call `func(*args, **kwargs)` on this rank.
 
     Arguments:
-        name: embedding, cross_entropy, split_norm, dropout or attention_dropout.
+        name: embedding, cross_entropy, split_norm, dropout, attention_dropout or context_attention.
         settings: the compiler's, see `Chooser.replacement`.
         groups: this rank's groups, real or abstract.
         streams: keys of the dropout calls; None while compiling, where no key matters.
@@ -86,14 +89,62 @@ def _split_norm(settings: Mapping[str, Any], groups: Groups, streams: DropoutStr
     return run
 
 
-def offsets_of(shape: Sequence[int], shards: Sequence[tuple[str, int]], groups: Groups) -> list[int]:
-    """First global index of this rank's block on each dim; an axis further in splits what an outer one left."""
-    offsets, sizes = [0] * len(shape), list(shape)
-    for axis, dim in shards:
-        group = groups.group(axis)
-        offsets[dim] += chunk_offset(sizes[dim], group.size, group.rank)
-        sizes[dim] = chunk_sizes(sizes[dim], group.size)[group.rank]
-    return offsets
+def offsets_of(shape: Sequence[int], shards: Sequence[tuple[str, Shard]], groups: Groups) -> list[int | Runs]:
+    """Where this rank's part begins on each dim, or its runs where it is not one; an axis further in splits what an outer one
+    left."""
+    held: list[list[tuple[int, int]]] = [[(0, size)] for size in shape]  # (start, length) in the order of the rank's part
+    for axis, shard in shards:
+        group, runs = groups.group(axis), held[shard.dim]
+        size = sum(length for _, length in runs)
+        parts = (parts_within(shard.parts, size) if shard.parts else None) or (size,)
+        kept, start = [], 0
+        for number, part in enumerate(parts):
+            at = dealt(parts, number, group.size, group.rank)
+            offset, length = chunk_offset(part, group.size, at), chunk_sizes(part, group.size)[at]
+            kept += _within(runs, start + offset, length)
+            start += part
+        held[shard.dim] = kept
+    return [_as_offset(runs) for runs in held]
+
+
+def _within(runs: Sequence[tuple[int, int]], start: int, length: int) -> list[tuple[int, int]]:
+    """Of the concatenation of `runs`, the runs that `length` elements from `start` on lie in."""
+    found, at = [], 0
+    for first, size in runs:
+        low, high = max(start, at), min(start + length, at + size)
+        if low < high:
+            found.append((first + low - at, high - low))
+        at += size
+    return found
+
+
+def _as_offset(runs: Sequence[tuple[int, int]]) -> int | Runs:
+    if not runs:
+        return 0
+    joined = [runs[0]]
+    for first, size in runs[1:]:
+        before, length = joined[-1]
+        if before + length == first:
+            joined[-1] = (before, length + size)
+        else:
+            joined.append((first, size))
+    return joined[0][0] if len(joined) == 1 else tuple(joined)
+
+
+def _context_attention(settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
+    shape, module = settings["global_shape"], settings["module"]
+    batch, head = offsets_of(shape, settings["shards"], groups)[:2]
+    group = groups.group(settings["axis"])
+    order = SequenceOrder(settings["size"], group.size, settings["order"])
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        a = _named(func, args, kwargs)
+        key = streams.key(module) if streams is not None and a.get("dropout_p") else 0
+        return context_attention(
+            **a, group=group, method=settings["method"], sequence=order, stream=key, global_shape=shape, offsets=(batch, head),
+        )  # fmt: skip
+
+    return run
 
 
 def _dropout(settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
@@ -128,4 +179,5 @@ _BINDERS: dict[str, Callable[[Mapping[str, Any], Groups, DropoutStreams | None],
     "split_norm": _split_norm,
     "dropout": _dropout,
     "attention_dropout": _attention_dropout,
+    "context_attention": _context_attention,
 }

@@ -22,11 +22,11 @@ Loss = Callable[[Any, Batch], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW without foreach (which refuses parameters on different meshes). `eps` stands well above the rounding noise
-    of a gradient that is truly zero (a key's bias under softmax): at 1e-8 AdamW would blow float32 noise up to a
-    whole step."""
-    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6, foreach=False)
+def adamw(parameters: Iterable[nn.Parameter], largest: float = 1.0) -> torch.optim.Optimizer:
+    """AdamW without foreach (which refuses parameters on different meshes). `eps` stands well above the rounding noise of a
+    gradient that is truly zero (a key's bias under softmax), which grows with the `largest` gradient: at 1e-8 AdamW would
+    blow float32 noise up to a whole step."""
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6 * max(1.0, largest), foreach=False)
 
 
 @dataclass(frozen=True)

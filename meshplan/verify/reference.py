@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from meshplan.errors import PlanError
 from meshplan.runtime.init import init_weights
 from meshplan.verify.dropout import single_device_dropout
 from meshplan.verify.inputs import describe, make_batch
-from meshplan.verify.job import Batch, Job, build, find_loss, in_dtype
+from meshplan.verify.job import Batch, Job, adamw, build, find_loss, in_dtype
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,19 @@ def run_reference(job: Job, path: str) -> Reference:
     """
     model = build(job)
     batch = global_batch(job, model)
-    optimizer = job.optimizer(model.parameters())
+    optimizer: torch.optim.Optimizer | None = None
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     with single_device_dropout(model, job.seed) as streams:
         for step in range(job.steps):
-            optimizer.zero_grad()
+            model.zero_grad()
             streams.begin_step()
             loss = (job.loss or find_loss)(model(**batch), batch)
             loss.backward()
             losses.append(loss.item())
             if step == 0:
                 gradients = {n: p.grad.clone() for n, p in named_parameters(model).items() if p.grad is not None}
+            optimizer = optimizer or fitted(job, {n: size(g) for n, g in gradients.items()}).optimizer(model.parameters())
             optimizer.step()
     parameters = {n: p.detach().clone() for n, p in named_parameters(model).items()}
     initial, refused = _initial(model, job.seed)
@@ -66,6 +68,13 @@ def run_reference(job: Job, path: str) -> Reference:
         inputs=describe(batch),
         initialiser=refused,
     )
+
+
+def fitted(job: Job, gradient_sizes: Mapping[str, float]) -> Job:
+    """`job`, its default optimizer fitted to gradients whose largest values are `gradient_sizes`."""
+    if job.optimizer is not adamw:
+        return job
+    return replace(job, optimizer=partial(adamw, largest=max(gradient_sizes.values(), default=1.0)))
 
 
 def global_batch(job: Job, model: nn.Module) -> Batch:

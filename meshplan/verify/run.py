@@ -32,7 +32,7 @@ from meshplan.verify.job import Job, Loss, MakeOptimizer, adamw, comparable, res
 from meshplan.verify.pool import LocalPool
 from meshplan.verify.rank import MakeProgram, RankReport, parallelized, run_rank
 from meshplan.verify.receipt import Check, Receipt
-from meshplan.verify.reference import Reference, run_reference
+from meshplan.verify.reference import Reference, fitted, run_reference
 from meshplan.verify.shrink import shrunk
 
 NEVER_CHECKED = (
@@ -80,7 +80,8 @@ def verify(
         shrink: verify a small relative of the model (`shrink_config`), with a small batch.
         loss: `(output, batch) -> 0-dim tensor` whose mean over the data ranks is the single-device loss; None takes the
             loss the model returns.
-        optimizer: from parameters to an optimizer; None is AdamW(lr=1e-3, eps=1e-6, foreach=False).
+        optimizer: from parameters to an optimizer; None is AdamW(lr=1e-3, foreach=False) with an eps of 1e-6, times the
+            largest gradient where that is larger than 1.
         model_name: for the receipt; None takes the factory's name.
         timeout: seconds the ranks may take.
         program: what makes the program under test; the default is meshplan.
@@ -109,6 +110,7 @@ def verify(
     with LocalPool(nproc, timeout=timeout) as pool, tempfile.TemporaryDirectory(prefix="meshplan-") as folder:
         path = os.path.join(folder, "reference.pt")
         reference: Reference = pool.run(run_reference, job, path, world=1, timeout=timeout)[0]
+        job = fitted(job, reference.gradient_sizes)
         reports: list[RankReport] = pool.run(run_rank, job, path, program, world=nproc, timeout=timeout)
     if any(report.predicted is None for report in reports):
         notes += ("collectives: this program's are not predicted",)

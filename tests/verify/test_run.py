@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from meshplan.errors import PlanError
 from meshplan.plan.placements import S
 from meshplan.plan.plan import Input, Plan
+from meshplan.plan.rules import Rule
 from meshplan.verify.rank import Program
 from meshplan.verify.run import verify
 
@@ -121,6 +122,28 @@ def test_a_right_program_passes_every_check():
     assert receipt.check("collectives").detail == "2 a step and rank, as predicted, one by one"
     assert (receipt.composition, receipt.model) == ("dp_shard 2", "Net")
     assert receipt.inputs == {"x": "float64[4, 5]", "labels": "int64[4]"}
+
+
+class Shouts(nn.Module):
+    """A loss in the millions, and a bias of whose gradient, which is zero, only rounding is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = (self.query(x) @ self.key(x).transpose(-1, -2)).softmax(-1) @ x
+        return seen.pow(2).mean() * 1e7
+
+
+def test_rounding_beside_large_gradients_is_no_difference():
+    plan = Plan(
+        mesh={"tp": 2},
+        inputs={"x": Input((2, 5, 6), torch.float32)},
+        rules=(Rule("query", use="colwise"), Rule("key", use="colwise")),
+    )
+    receipt = verify(Shouts, plan, nproc=2)
+    assert receipt.passed, receipt.checks
 
 
 def test_float32_passes_at_its_own_tolerance():

@@ -110,6 +110,21 @@ def _few_key_heads(op: Op, d: int, n: int, mask: torch.Tensor | None, replace: s
     return [Strategy((Shard(d), few, few, *rest), (Shard(d),), replace)]
 
 
+def attention_over(op: Op, operator: str) -> list[Strategy]:
+    """Self attention whose query, key and value are split along the sequence: `operator` runs it. The mask has the rows of
+    this rank's queries and the columns of all keys."""
+    q, k = op.ins[0], op.ins[1]
+    row = q.dim() - 2
+    if q.dim() != 4 or q.shape[row] != k.shape[row]:
+        return []
+    ins: list[Kind] = [Shard(row)] * 3
+    if len(op.ins) > 3:
+        mask = op.ins[3]
+        own = mask.dim() - 2
+        ins.append(Shard(own) if own >= 0 and mask.shape[own] != 1 else REP)
+    return [Strategy(tuple(ins), (Shard(row),), operator)]
+
+
 def layer_norm(op: Op, n: int) -> list[Strategy]:
     """layer_norm and rms_norm: any dim before the normalised ones, with weight and bias replicated."""
     x = op.ins[0]

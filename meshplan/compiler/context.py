@@ -1,0 +1,65 @@
+"""The plan's `context` section on one model: which attention runs over the sequence that cp splits, how, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from meshplan.compiler.bind import Bound
+from meshplan.compiler.edits import Edit
+from meshplan.errors import PlanError
+from meshplan.mesh.spec import MeshSpec
+from meshplan.plan.placements import Shard, zigzag
+from meshplan.plan.sections import Context
+
+AXIS = "cp"
+MARK = "context:"
+"""Begins the name of a semantic operator that is attention over a split sequence: `context:ring`, `context:hybrid:2`."""
+
+
+@dataclass(frozen=True)
+class ContextAt:
+    """The modules whose attention runs over cp, and the name of the operator that it runs as."""
+
+    paths: tuple[str, ...]
+    operator: str
+
+    @classmethod
+    def of(cls, bound: Bound, spec: MeshSpec) -> ContextAt | None:
+        """None where the plan has no such section, or cp one rank."""
+        section = bound.plan.context
+        if section is None or spec.degree(AXIS) == 1:
+            return None
+        inner = f":{section.inner}" if section.inner is not None else ""
+        return cls(bound.attention, f"{MARK}{section.method}{inner}")
+
+    def covers(self, axis: str, module: str) -> bool:
+        """Whether an attention in the code of `module` runs over `axis`."""
+        return axis == AXIS and any(_within(module, path) for path in self.paths)
+
+
+def _within(module: str, path: str) -> bool:
+    return path == "" or module == path or module.startswith(f"{path}.")
+
+
+def in_order(place: Shard, axis: str, size: int, context: Context | None) -> Shard:
+    """An input's declared shard in the order that the plan's `context` deals a sequence of `size` on `axis`."""
+    if axis != AXIS or context is None or not context.zigzags or place.parts is not None or size % 2:
+        return place
+    return replace(place, parts=zigzag(size))
+
+
+def refuse_unused(bound: Bound, at: ContextAt | None, edits: Iterable[tuple[str, Edit]]) -> None:
+    """Raise PlanError `context-unused` for a module of the section in whose code nothing ran over cp."""
+    if at is None:
+        return
+    ran = [path for path, e in edits if e.replacement is not None and e.replacement.name == "context_attention"]
+    for path in at.paths:
+        if not any(_within(module, path) for module in ran):
+            raise PlanError(
+                f"{path or 'the model'} is in context.attention, and no scaled_dot_product_attention whose query, key and value "
+                "are split along their sequence on cp was found in it",
+                code="context-unused", module=path, where=bound.plan.context.source.child("attention").where,  # type: ignore[union-attr]
+                legal="attention through torch.nn.functional.scaled_dot_product_attention (attn_implementation='sdpa'), and "
+                "inputs placed {cp: S(1)}; attention written out in products gathers its keys without this section",
+            )  # fmt: skip
