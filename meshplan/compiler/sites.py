@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from meshplan.compiler.kinds import Kind
 from meshplan.errors import Where
-from meshplan.plan.placements import Shard, parts_within
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Site:
 
 @dataclass(frozen=True)
 class Move:
-    """One redistribution on one axis: kinds by letter (`S(1)`, `R`, `I`...), the dim and its global length as the
-    axis sees it."""
+    """One redistribution on one axis: kinds by letter (`S(1)`, `R`, `I`...), the dim and its global length as the axis sees
+    it, and the parts in that length that are each cut on their own."""
 
     axis: str
     src: str
@@ -44,12 +43,7 @@ class Move:
     size: int
     src_kind: Kind
     dst_kind: Kind
-
-    @property
-    def parts(self) -> tuple[int, ...] | None:
-        """The fused parts of the sharded side, each of which is cut on its own, as far as outer axes left them."""
-        parts = next((k.parts for k in (self.src_kind, self.dst_kind) if isinstance(k, Shard) and k.parts), None)
-        return (parts_within(parts, self.size) or parts) if parts else None
+    parts: tuple[int, ...] | None = None
 
 
 TURNS = 3  # how often one site may change its mind: an owner of its gradient becomes known, a use is found later

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from meshplan.errors import PlanError
@@ -47,13 +48,16 @@ def dealt(parts: tuple[int, ...], part: int, ranks: int, rank: int) -> int:
     return ranks - 1 - rank if isinstance(parts, Mirrored) and part % 2 else rank
 
 
-def parts_within(parts: tuple[int, ...], size: int) -> tuple[int, ...] | None:
-    """The parts of the first `size` of a dim of `parts`, where an outer axis left that much of it; None where it cuts across
-    them, or leaves other ranks other parts."""
-    if sum(parts) == size:
-        return parts
+def parts_left(parts: tuple[int, ...], outer: tuple[int, ...] | None, ranks: int) -> tuple[int, ...] | None:
+    """The parts of what a rank holds of a dim of `parts`, of which an outer axis of `ranks` cut each of its own `outer` parts
+    (None: the dim in one piece); None where that cuts across them, or leaves other ranks other parts."""
+    size = sum(parts) // ranks
+    if outer is not None and len(outer) > 1:
+        ends, own = set(accumulate(outer)), list(accumulate(parts))
+        whole = sum(outer) == sum(parts) and ends.issuperset(own) and not any(p % ranks for p in outer)
+        return like_parts(parts, (p // ranks for p in parts)) if whole else None
     period = 2 if isinstance(parts, Mirrored) else 1
-    if len(set(parts)) > 1 or size % (parts[0] * period):
+    if len(set(parts)) > 1 or sum(parts) % ranks or size % (parts[0] * period):
         return None
     return like_parts(parts, parts[: size // parts[0]])
 

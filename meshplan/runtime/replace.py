@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups
 from meshplan.ops import norm
 from meshplan.ops.attention.attention import context_attention
@@ -18,7 +19,7 @@ from meshplan.ops.cross_entropy import cross_entropy
 from meshplan.ops.dropout import DropoutStreams, Runs, dropout
 from meshplan.ops.dropout_attention import scaled_dot_product_attention
 from meshplan.ops.embedding import embedding
-from meshplan.plan.placements import Shard, dealt, parts_within
+from meshplan.plan.placements import Shard, dealt, parts_left
 from meshplan.runtime.comm import chunk_offset, chunk_sizes
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]
@@ -93,10 +94,17 @@ def offsets_of(shape: Sequence[int], shards: Sequence[tuple[str, Shard]], groups
     """Where this rank's part begins on each dim, or its runs where it is not one; an axis further in splits what an outer one
     left."""
     held: list[list[tuple[int, int]]] = [[(0, size)] for size in shape]  # (start, length) in the order of the rank's part
+    outer: dict[int, list[tuple[tuple[int, ...] | None, int]]] = {}
     for axis, shard in shards:
         group, runs = groups.group(axis), held[shard.dim]
         size = sum(length for _, length in runs)
-        parts = (parts_within(shard.parts, size) if shard.parts else None) or (size,)
+        parts = shard.parts
+        for own, ranks in outer.setdefault(shard.dim, []):
+            parts = parts_left(parts, own, ranks) if parts else None
+        if shard.parts and parts is None:
+            raise PlanError(f"axes split dim {shard.dim} across each other's parts", code="block-outside")
+        outer[shard.dim].append((shard.parts, group.size))
+        parts = parts or (size,)
         kept, start = [], 0
         for number, part in enumerate(parts):
             at = dealt(parts, number, group.size, group.rank)

@@ -10,7 +10,7 @@ from torch import Tensor
 from meshplan.compiler.kinds import A, I, Kind, N, P, R
 from meshplan.compiler.pieces import apart, cut, gather, gather_gradient, local_size, tolerance
 from meshplan.mesh.spec import DATA_AXES, MeshSpec
-from meshplan.plan.placements import Shard, like_parts, parts_within
+from meshplan.plan.placements import Shard, like_parts, parts_left
 
 
 def take(x: Tensor, kinds: Sequence[Kind], axes: Sequence[str], spec: MeshSpec, rank: int) -> Tensor:
@@ -31,8 +31,8 @@ def nested(kinds: Sequence[Kind], axes: Sequence[str], spec: MeshSpec) -> tuple[
                 n = spec.degree(axis)
                 if not isinstance(outer, Shard) or outer.dim != kind.dim:
                     continue
-                left = None if outer.parts else parts_within(parts, sum(parts) // n)
-                if left is not None:  # a run of whole parts
+                left = parts_left(parts, outer.parts, n)
+                if left is not None:
                     parts = left
                 elif all(p % n == 0 for p in parts):
                     parts = like_parts(parts, (p // n for p in parts))
