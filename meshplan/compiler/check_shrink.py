@@ -17,6 +17,7 @@ import torch
 
 from meshplan import compat
 from meshplan.compiler.capture import Ref
+from meshplan.compiler.context import inner_of
 from meshplan.compiler.kinds import Kind
 from meshplan.compiler.localize import CREATED
 from meshplan.compiler.rules.views import dim_groups
@@ -33,7 +34,7 @@ _VIEWS = frozenset({"view", "reshape", "_unsafe_view"})
 def shrink(use: Use) -> Use | None:
     """A small relative of `use`, itself where it is small; None where none of at most `LIMIT` elements is found."""
     copied = any(isinstance(k, Shard) and k.copies > 1 for k in (*use.ins, *use.outs))
-    degree = use.degree if copied else small_degree(use.degree)
+    degree = use.degree if copied or inner_of(use.replace) else small_degree(use.degree)
     if _elements(use) <= SMALL and use.degree <= 8:
         return use
     sizes_only = not any(isinstance(x, torch.dtype) for x in use.leaves)

@@ -7,7 +7,7 @@ results are put together as the result's kind says; the gradients likewise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshplan import compat
 from meshplan.compiler.capture import Call, Ref, Trace
+from meshplan.compiler.context import MARK, inner_of
 from meshplan.compiler.kinds import Kind, N, user_letter
 from meshplan.compiler.layout import Axis
 from meshplan.compiler.localize import CREATED, SIZED, local_leaves
@@ -32,7 +33,7 @@ from meshplan.compiler.pieces import (
 from meshplan.compiler.rules.base import Strategy
 from meshplan.compiler.strategies import Chooser
 from meshplan.compiler.uses import Use
-from meshplan.mesh.spec import MeshSpec
+from meshplan.mesh.spec import MeshSpec, hybrid_axes
 from meshplan.ops.dropout import DropoutStreams
 from meshplan.plan.placements import Shard
 from meshplan.runtime import replace as semantic
@@ -105,9 +106,13 @@ def refute(use: Use, seed: int = 0) -> Refuted | None:
 
 def _one_device(use: Use, tensors: list[Tensor], cotangents: Sequence[Tensor | None] | None) -> _Ran:
     def call(args: Any, kwargs: Any) -> Any:
-        if use.name in ("dropout", "scaled_dot_product_attention") and use.replace:
+        own = use.replace
+        if own and own.startswith(MARK):
+            # Beside torch's operator, or with dropout, whose generator no rank could follow, our one-device one.
+            own = "attention_dropout" if kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) else None
+        if use.name in ("dropout", "scaled_dot_product_attention") and own:
             groups = SimulatedGroups(MeshSpec(((_AXIS, 1),)), 0)
-            return _operator(use, tensors, [], (N,) * len(tensors), (N,), groups)(use.func, args, kwargs)
+            return _operator(replace(use, replace=own), tensors, [], (N,) * len(tensors), (N,), groups)(use.func, args, kwargs)
         return use.func(*args, **kwargs)
 
     return _run(use, tensors, use.leaves, use.structure, call, cotangents)
@@ -118,7 +123,7 @@ def _ranks(
     pulls: list[list[Tensor] | None], local: list[list[tuple[int, ...]]],
 ) -> list[_Ran]:  # fmt: skip
     world = World(use.degree)
-    spec = MeshSpec(((_AXIS, use.degree),))
+    spec = _spec(use)
 
     def work(rank: int) -> _Ran:
         mine = [
@@ -138,6 +143,15 @@ def _ranks(
         return _run(use, mine, leaves, structure, lambda args, kwargs: call(*args, **kwargs), mates)
 
     return world.run(work) if use.replace else [work(rank) for rank in range(use.degree)]
+
+
+def _spec(use: Use) -> MeshSpec:
+    """The mesh of the use's one axis, as its operator sees it."""
+    spec, inner = MeshSpec(((_AXIS, use.degree),)), inner_of(use.replace)
+    if inner is None:
+        return spec
+    rings, heads = hybrid_axes(_AXIS)
+    return spec.split_axis(_AXIS, {rings: use.degree // inner, heads: inner})
 
 
 def _run(use: Use, tensors: Sequence[Tensor], leaves: Sequence[Any], structure: Any, call: Any, pulls: Any) -> _Ran:

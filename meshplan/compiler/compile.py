@@ -89,7 +89,7 @@ def compile_core(
     precision = Precision.of(bound, spec)
     model = precision.model(model)
     with fake_world() as mode:
-        whole, further = spec, True
+        whole, further = ContextAt.split(spec, plan.context), True
         while True:
             halved = split_spec(whole, kinds, axes, bound.params) if further else None
             if halved is None:

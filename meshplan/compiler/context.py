@@ -8,13 +8,24 @@ from dataclasses import dataclass, replace
 from meshplan.compiler.bind import Bound
 from meshplan.compiler.edits import Edit
 from meshplan.errors import PlanError
-from meshplan.mesh.spec import MeshSpec
+from meshplan.mesh.spec import MeshSpec, hybrid_axes
 from meshplan.plan.placements import Shard, zigzag
 from meshplan.plan.sections import Context
 
 AXIS = "cp"
 MARK = "context:"
 """Begins the name of a semantic operator that is attention over a split sequence: `context:ring`, `context:hybrid:2`."""
+
+
+def method_of(operator: str) -> str:
+    """The method of an operator of `MARK`."""
+    return operator.removeprefix(MARK).partition(":")[0]
+
+
+def inner_of(operator: str | None) -> int | None:
+    """The neighbours among which a hybrid operator exchanges heads, None for others."""
+    inner = operator.removeprefix(MARK).partition(":")[2] if operator and operator.startswith(MARK) else ""
+    return int(inner) if inner else None
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,21 @@ class ContextAt:
             return None
         inner = f":{section.inner}" if section.inner is not None else ""
         return cls(bound.attention, f"{MARK}{section.method}{inner}")
+
+    @staticmethod
+    def split(spec: MeshSpec, section: Context | None) -> MeshSpec:
+        """`spec` with cp seen as the two axes that a hybrid method exchanges and rings over, where it has both."""
+        degree = spec.degree(AXIS)
+        if section is None or section.inner is None or degree == 1:
+            return spec
+        if degree % section.inner:
+            raise PlanError(
+                f"context.inner is {section.inner}, and cp has {degree} ranks", code="context-heads",
+                where=section.source.child("inner").where,
+                legal=f"a divisor of {degree}: {', '.join(str(n) for n in range(1, degree + 1) if degree % n == 0)}",
+            )  # fmt: skip
+        outer, inner = hybrid_axes(AXIS)
+        return spec.split_axis(AXIS, {outer: degree // section.inner, inner: section.inner})
 
     def covers(self, axis: str, module: str) -> bool:
         """Whether an attention in the code of `module` runs over `axis`."""

@@ -80,7 +80,8 @@ class Known:
         self.holders = holders
         self.decisions, self.chooser = decisions, chooser
         spec = chooser.groups.spec
-        self.split = {axis.name: spec.degree(sub_axes(axis.name)[0]) for axis in axes if axis.name not in spec.names}
+        heads = {axis.name: sub_axes(axis.name)[0] for axis in axes}
+        self.split = {name: spec.degree(sub) for name, sub in heads.items() if sub in spec.names}
         self.index = {axis.name: k for k, axis in enumerate(axes)}
         self.result = Pass()
         self.stack, self.frames = ModuleStack(), Frames()

@@ -86,7 +86,7 @@ class Prober:
 
     @property
     def axes(self) -> list[str]:
-        return [name for name, n in self.core.spec.axes if n > 1]
+        return [name for name, n in self.core.spec.uncut.items() if n > 1]
 
     def here(self) -> dict[str, int]:
         """The point that the plan itself is at."""
@@ -110,7 +110,7 @@ class Prober:
             core = self.core
         else:
             plan = self.core.bound.plan
-            mesh = {name: point.get(name, n) for name, n in self.core.spec.axes}
+            mesh = {name: point.get(name, n) for name, n in self.core.spec.uncut.items()}
             try:
                 # Shapes come as examples, so the plan's own must not be checked against other degrees.
                 placed = {name: replace(item, shape=None) for name, item in plan.inputs.items()}

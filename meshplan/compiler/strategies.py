@@ -13,7 +13,7 @@ from torch import Tensor
 from meshplan import compat
 from meshplan.compiler import aten
 from meshplan.compiler.capture import Call, Ref, Trace
-from meshplan.compiler.context import MARK, ContextAt
+from meshplan.compiler.context import MARK, ContextAt, inner_of, method_of
 from meshplan.compiler.edits import Replacement
 from meshplan.compiler.kinds import Kind, replicated
 from meshplan.compiler.layout import Axis
@@ -22,6 +22,7 @@ from meshplan.compiler.rules import semantic
 from meshplan.compiler.rules.base import MISSING, REP, Op, Strategy
 from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups
+from meshplan.ops.attention.legal import check_heads
 from meshplan.plan.placements import Mirrored, Shard
 from meshplan.runtime import replace
 from meshplan.runtime.comm import chunk_size
@@ -153,29 +154,22 @@ class Chooser:
         """Attention over a sequence split on `axis`, with the settings of its method and of dropout on the probabilities."""
         op, _ = self.semantic_op(rec)
         q, k = op.ins[0], op.ins[1]
-        method, _, inner = (s.replace or "").removeprefix(MARK).partition(":")
+        method, inner = method_of(s.replace or ""), inner_of(s.replace)
         degrees = {a.name: a.degree for a in axes}
-        split = math.prod(degrees[a] for a, other in chosen.items() if a != axis and _splits(other.outs[0], q.dim() - 3))
+        split = math.prod(degrees[a] for a, other in chosen.items() if a != axis and _splits(other.outs[0], 1))
         few = max((o.ins[1].copies for o in chosen.values() if isinstance(o.ins[1], Shard)), default=1)
         try:
-            from meshplan.ops.attention.legal import check_heads
-        except ImportError:
-            check_heads = None
-        if check_heads:
-            try:
-                check_heads(
-                    q.shape[-3] // split, max(k.shape[-3] // (split // few), 1), degrees[axis], method, int(inner or 0) or None
-                )
-            except PlanError as error:
-                raise PlanError(
-                    error.message, code=error.code, where=rec.where, module=rec.module, legal=error.legal
-                ) from None
+            check_heads(q.shape[1] // split, max(k.shape[1] * few // split, 1), degrees[axis], method, inner)
+        except PlanError as error:
+            raise PlanError(
+                error.message, code=error.code, where=rec.where, module=rec.module, legal=error.legal
+            ) from None
         held = s.outs[0]
         order = "zigzag" if isinstance(held, Shard) and isinstance(held.parts, Mirrored) else "contiguous"
         return Replacement(
             "context_attention",
             (
-                ("module", rec.module), ("axis", axis), ("method", method), ("inner", int(inner or 0) or None),
+                ("module", rec.module), ("axis", axis), ("method", method), ("inner", inner),
                 ("size", int(q.shape[-2])), ("order", order), ("global_shape", (*q.shape[:-1], int(k.shape[-2]))),
                 ("shards", tuple(pair for pair in _shards(chosen) if pair[0] != axis)),
             ),

@@ -101,7 +101,7 @@ def parallelize(
     device_type = _device_type(real)
     groups: Groups = build_groups(spec, device_type, _axes_sets(core)) if real else abstract_groups(spec, rank)
     log_rank_map(spec, rank)
-    tensor_axes = tuple(name for name, n in spec.axes if n > 1 and name not in DATA_AXES and name != "pp")
+    tensor_axes = tuple(name for name, n in spec.axes if n > 1 and spec.parent(name) not in DATA_AXES and name != "pp")
     meta = any(p.is_meta for p in model.parameters())
     if isinstance(groups, BuiltMesh):
         distribute_parameters(model, core, groups, tensor_axes)
@@ -176,7 +176,7 @@ def _device_type(real: bool) -> str:
 
 def _axes_sets(core: Core) -> list[tuple[str, ...]]:
     """Every set of axes whose flattened group the run will ask for."""
-    sets: list[tuple[str, ...]] = [("dp_replicate", "dp_shard", "cp"), ("dp_shard", "cp"), ("tp",)]
+    sets: list[tuple[str, ...]] = [("dp_replicate", "dp_shard", "cp"), ("dp_shard", "cp"), ("cp",), ("tp",)]
     for edits in core.program.edits.values():
         for edit in edits.values():
             if edit.replacement:

@@ -76,6 +76,11 @@ class MeshSpec:
         """Axis names, outermost first."""
         return tuple(name for name, _ in self.axes)
 
+    @property
+    def uncut(self) -> dict[str, int]:
+        """Degree by axis, sub-axes under the axis that they were cut from."""
+        return {name: self.degree(name) for name in dict.fromkeys(self.parent(name) for name in self.names)}
+
     def parent(self, axis: str) -> str:
         """The axis that `axis` was cut from by `split_axis`, or `axis` itself."""
         return dict(self.parents).get(axis, axis)
@@ -210,3 +215,8 @@ def _size_error(mesh: Mapping[str, int], fixed: int, world_size: int, free: list
     if not mesh:
         fixes.append(f"dp_shard: {world_size}")
     return PlanError(message, code="mesh-size", legal=[*fixes, f"a launch with {sizes} ranks"])
+
+
+def hybrid_axes(axis: str) -> tuple[str, str]:
+    """Names of the axes that a hybrid method sees `axis` as: its rings, and the neighbours that exchange heads."""
+    return f"{axis}_ring", f"{axis}_heads"

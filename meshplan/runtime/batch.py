@@ -52,7 +52,7 @@ def _cut(session: Session, key: str, x: Tensor) -> Tensor:
     for axis, placement in item.place.items():
         if not isinstance(placement, Shard):
             continue
-        for one in [a for a in session.core.spec.names if a in expand((axis,))]:
+        for one in [a for a in expand((axis,)) if session.core.spec.degree(a) > 1]:
             group = session.groups.group(one)
             dim = placement.dim % x.dim()
             pieces = group.size * (2 if one == AXIS and _zigzags(session) else 1)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups
+from meshplan.mesh.spec import hybrid_axes
 from meshplan.ops import norm
 from meshplan.ops.attention.attention import context_attention
 from meshplan.ops.attention.sequence import Sequence as SequenceOrder
@@ -143,13 +144,15 @@ def _context_attention(settings: Mapping[str, Any], groups: Groups, streams: Dro
     shape, module = settings["global_shape"], settings["module"]
     batch, head = offsets_of(shape, settings["shards"], groups)[:2]
     group = groups.group(settings["axis"])
+    outer, inner = map(groups.group, hybrid_axes(settings["axis"])) if settings["inner"] else (None, None)
     order = SequenceOrder(settings["size"], group.size, settings["order"])
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         a = _named(func, args, kwargs)
         key = streams.key(module) if streams is not None and a.get("dropout_p") else 0
         return context_attention(
-            **a, group=group, method=settings["method"], sequence=order, stream=key, global_shape=shape, offsets=(batch, head),
+            **a, group=group, inner_group=inner, outer_group=outer, method=settings["method"], sequence=order, stream=key,
+            global_shape=shape, offsets=(batch, head),
         )  # fmt: skip
 
     return run
