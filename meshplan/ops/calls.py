@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from meshplan.runtime.comm import AxisGroup
 
 
 class Call(NamedTuple):
-    """One collective: its name (`all_reduce`, ...), the axis it runs over, and the elements of its full tensor."""
+    """One collective: its name (`all_reduce`, ...), the axis it runs over, and the elements of its full tensor; the dtype where
+    an operator sends several."""
 
     op: str
     axis: str
     elements: int
+    dtype: torch.dtype | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of the full tensor; needs the dtype."""
+        assert self.dtype is not None
+        return self.elements * self.dtype.itemsize
 
 
 def all_reduces(groups: Sequence[AxisGroup], elements: int) -> list[Call]:

@@ -17,6 +17,7 @@ from meshplan.ops.attention.dropped import Dropped
 from meshplan.ops.attention.mask import Mask
 from meshplan.ops.attention.ring import Ring, ring_attention
 from meshplan.ops.attention.sequence import Sequence
+from meshplan.ops.attention.ulysses import hybrid_attention, ulysses_attention
 from meshplan.ops.dropout import Runs
 from meshplan.runtime.comm import AxisGroup
 
@@ -109,6 +110,14 @@ def context_attention(
         return ring_attention(query, key, value, mask, ring)
     if method == "allgather":
         return allgather_attention(query, key, value, mask, ring, keep_gathered)
+    if method == "ulysses":
+        return ulysses_attention(query, key, value, mask, ring)
+    if method == "hybrid":
+        if inner_group is None or outer_group is None:
+            raise PlanError(
+                "hybrid context attention got no groups", code="bad-value", legal="inner_group and outer_group"
+            )
+        return hybrid_attention(query, key, value, mask, ring, inner_group, outer_group)
     raise PlanError(f"context attention has no method {method!r}", code="bad-value", legal=list(METHODS))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -32,3 +32,15 @@ class Dropped:
         where = (self.batch, self.heads, q_start, k_start)
         keep = block_mask(self.stream, self.p, self.shape, where, like.shape, like.device)
         return keep.to(like.dtype).mul_(0.0 if self.p == 1.0 else 1.0 / (1.0 - self.p))
+
+    def of_heads(self, start: int, count: int) -> Dropped:
+        """The same for `count` of these heads, from `start` on."""
+        if isinstance(self.heads, int):
+            return replace(self, heads=self.heads + start)
+        kept, at = [], 0
+        for first, length in self.heads:
+            low, high = max(start, at), min(start + count, at + length)
+            if low < high:
+                kept.append((first + low - at, high - low))
+            at += length
+        return replace(self, heads=tuple(kept))

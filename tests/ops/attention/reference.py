@@ -121,7 +121,9 @@ def on_rank(case: Case, balance: str, groups: Callable[..., Any], dtype: torch.d
     whole = tensors(case, dtype)
     mine = {name: sequence.cut(whole[name], 2, group.rank).requires_grad_() for name in ("q", "k", "v", "up")}
     told = settings(case) | options
-    if "hybrid" in told.values():
+    if told.pop("local_docs", False):
+        told["docs"] = sequence.cut(told["docs"], 1, group.rank)
+    if told["method"] == "hybrid":
         told |= {"inner_group": groups("cp_inner"), "outer_group": groups("cp_outer")}
     if "bias" in whole:
         bias = whole["bias"]
