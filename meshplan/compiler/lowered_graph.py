@@ -25,6 +25,7 @@ from meshplan.compiler.skeleton import shared_objects
 from meshplan.compiler.symbolic import Counts, symbolic_counts
 from meshplan.mesh.spec import MeshSpec
 from meshplan.mesh.topology import Topology, warnings
+from meshplan.plan.placements import Shard
 from meshplan.plan.plan import Plan
 from meshplan.plan.shorthands import expand
 from meshplan.runtime.comm import chunk_sizes
@@ -134,7 +135,9 @@ class Lowered:
             "model": self.name,
             "world_size": spec.world_size,
             "node_size": Topology().node_size,
-            "mesh": dict(spec.axes),
+            "mesh": spec.uncut,
+            "sub_axes": spec.sub_axes,
+            "context": self._context(),
             "inputs": {
                 name: {"shape": list(key[0][0]), "dtype": key[0][1].removeprefix("torch."), "place": self._place(name)}
                 for name, key in program.signature if len(key) == 1 and isinstance(key[0], tuple)
@@ -207,7 +210,19 @@ class Lowered:
 
     def _place(self, name: str) -> dict[str, str]:
         item = self.core.bound.inputs.get(name)
-        return {axis: str(p) for axis, p in item.place.items()} if item else {}
+        if item is None:
+            return {}
+        example, axes = self.core.examples.get(name), self.core.program.axes
+        dealt = dict(zip(axes, example.leaves[0].kinds, strict=False)) if example and len(example.leaves) == 1 else {}
+        return {axis: str(dealt.get(axis, p)) if isinstance(p, Shard) else str(p) for axis, p in item.place.items()}
+
+    def _context(self) -> str | None:
+        """How attention sees a sequence that cp splits, in words."""
+        section = self.core.bound.plan.context
+        if section is None or self.core.spec.degree("cp") == 1:
+            return None
+        inner = f" {section.inner}" if section.inner is not None else ""
+        return f"{section.method}{inner} {'zigzag' if section.zigzags else 'contiguous'}"
 
     def _rules(self) -> list[str]:
         """What each rule says once its shorthand is written out for the first module it matched."""

@@ -218,7 +218,10 @@ class Redistributing(Known):
         info, contested = self.info(x), self.decisions.contested
         if self.frames.stack and id(x) in self.frames.stack[-1].inputs:
             entry = Site("input", self.stack.path, self.frames.stack[-1].inputs[id(x)])
-            if (entry, axis) not in contested:
+            # Gathered at the entry, what the model itself is handed would be whole in all of the model: one use of a data axis's
+            # shards that needs them all (labels made of the tokens) must not undo the split for the others.
+            undoes = self.stack.path == "" and self.axes[self.index[axis]].data and not x.requires_grad
+            if (entry, axis) not in contested and not undoes:
                 return entry
         if info.param is not None and self._viewed(info):
             return Site("param", self.stack.path, info.param)

@@ -81,6 +81,12 @@ class MeshSpec:
         """Degree by axis, sub-axes under the axis that they were cut from."""
         return {name: self.degree(name) for name in dict.fromkeys(self.parent(name) for name in self.names)}
 
+    @property
+    def sub_axes(self) -> dict[str, dict[str, int]]:
+        """Degree by sub-axis, outermost first, of each axis that is cut."""
+        cut = dict.fromkeys(parent for _, parent in self.parents)
+        return {axis: {name: self.degree(name) for name, parent in self.parents if parent == axis} for axis in cut}
+
     def parent(self, axis: str) -> str:
         """The axis that `axis` was cut from by `split_axis`, or `axis` itself."""
         return dict(self.parents).get(axis, axis)

@@ -10,7 +10,7 @@ from meshplan.report.fold import fold
 from meshplan.report.program import program_text
 from meshplan.report.rows import Row, axis_sums, link_of, rows
 from meshplan.report.text import mesh_text
-from meshplan.report.units import bytes_text, layout_text, plain, tensor_text
+from meshplan.report.units import bytes_text, layout_text, plain, short_placement, tensor_text
 
 _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem;
@@ -100,7 +100,7 @@ def _blocks(items: Sequence[tuple[str, Row]], depth: int, repeat: int) -> Iterab
             source = " ".join(s for s in (row.tensor, row.where) if s)
             yield (
                 f"<tr><td class=name>{_indent(depth)}{_e(label)}<br><small>{_indent(depth)}{_e(source)}</small></td>"
-                f"<td>{_e(row.layout)} {_e(row.axis)}{' <small>implicit</small>' if row.implicit else ''}</td>"
+                f"<td>{_e(short_placement(row.layout))} {_e(row.axis)}{' <small>implicit</small>' if row.implicit else ''}</td>"
                 f"<td>{calls[0]}</td><td>{backward}</td><td class=n>{_e(row.step.times(repeat))}</td></tr>"
             )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshplan.report.fold import fold
 from meshplan.report.rows import Row, rows
-from meshplan.report.units import bytes_text, plain, tensor_text
+from meshplan.report.units import bytes_text, plain, short_placement, tensor_text
 
 _BEFORE = frozenset({"input", "param"})
 
@@ -93,5 +93,5 @@ def _line(row: Row) -> tuple[str, str]:
         code = f"{call.op}({code}, {plain(row.axis)})"
     sizes = ", ".join(bytes_text(c.bytes) if c.bytes is not None else "by routing" for c in there)
     back = ", ".join(str(c) for phase in ("backward", "optimizer") for c in row.of(phase))
-    note = ", ".join(s for s in (plain(row.layout), sizes) if s) + (f" | {back}" if back else "")
+    note = ", ".join(s for s in (plain(short_placement(row.layout)), sizes) if s) + (f" | {back}" if back else "")
     return (f"{name} = {code}" if there else f"# {name} over {plain(row.axis)}, backward only"), note

@@ -134,6 +134,8 @@ def link_of(d: Mapping[str, Any], axis: str) -> str:
         if axis in d.get("links", {}):
             return str(d["links"][axis])
         spec = MeshSpec.resolve(d["mesh"], d["world_size"])
+        for cut, parts in d.get("sub_axes", {}).items():
+            spec = spec.split_axis(cut, parts)
         return link_use(spec, Topology(d["node_size"]), *axis.split("+")).link or "unknown link"
     except (PlanError, KeyError):
         return "unknown link"

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from meshplan.report.fold import fold, star
 from meshplan.report.rows import Call, Row, Sum, axis_sums, link_of, rows
-from meshplan.report.units import bytes_text, dtype_text, layout_text, plain, tensor_text
+from meshplan.report.units import bytes_text, dtype_text, layout_text, plain, short_placement, tensor_text
 
 
 def explain_text(d: Mapping[str, Any], verbose: int = 0, width: int = 100, color: bool = False) -> str:
@@ -69,7 +69,7 @@ def _head(d: Mapping[str, Any]) -> list[RenderableType]:
     nodes = -(-world // node)
     facts = [
         plain(d["model"]),
-        plain(mesh_text(d)),
+        plain(" + ".join([mesh_text(d), *filter(None, [d.get("context")])])),
         f"{world} rank{'s' * (world != 1)} on {nodes} node{'s' * (nodes != 1)}",
         "bytes counted from the program",
     ]
@@ -114,7 +114,7 @@ def _add_row(table: Table, path: str, row: Row, indent: int, repeat: int, verbos
         backward = "\n".join(s for s in (backward, optimizer + " (optimizer)") if s)
     table.add_row(
         _indented(label, indent),
-        Text(plain(f"{row.layout} {row.axis}") + (" (implicit)" if row.implicit else "")),
+        Text(plain(f"{short_placement(row.layout)} {row.axis}") + (" (implicit)" if row.implicit else "")),
         Text(_calls(row.of("forward")) or "-"),
         Text(backward or "-"),
         Text(str(row.step.times(repeat))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 _DTYPES = {"float": "f", "int": "i", "uint": "u", "complex": "c"}
@@ -35,7 +36,20 @@ def tensor_text(dtype: str | None, shape: Iterable[int], layout: Mapping[str, st
 
 def layout_text(layout: Mapping[str, str]) -> str:
     """`{dp: S(0), tp: R}`."""
-    return "{" + ", ".join(f"{axis}: {placement}" for axis, placement in layout.items()) + "}"
+    return "{" + ", ".join(f"{axis}: {short_placement(p)}" for axis, p in layout.items()) + "}"
+
+
+def short_placement(text: str) -> str:
+    """A placement or a change of it without the sizes that everyone can work out: `S(1, zigzag=[8, 8])` is `S(1, zigzag)`,
+    and many equal parts are counted, `S(0, parts=[16]x8)`."""
+
+    def counted(found: re.Match[str]) -> str:
+        sizes = found[2].split(", ")
+        if len(set(sizes)) > 1 or len(sizes) < 4:
+            return found[0] if found[1] == "parts" else found[1]
+        return f"{found[1]}=[{sizes[0]}]x{len(sizes)}"
+
+    return re.sub(r"(zigzag|parts)=\[([\d, ]+)\]", counted, text)
 
 
 def plain(text: object) -> str:
