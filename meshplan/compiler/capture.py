@@ -96,6 +96,7 @@ class Trace:
     outputs: Any = None
     mode: Any = None
     asked: tuple[bool, ...] = ()  # what the model heard when it asked whether it is traced
+    given: tuple[int, ...] = ()  # the model's input tensors, in order
     variable: frozenset[int] = frozenset()  # calls that make what looks like a constant, into which a value is written
 
 
@@ -421,8 +422,9 @@ def _captured(
         trace.left.append((path, tuple((key, ids.get(t)) for key, t in keyed if isinstance(t, Tensor))))
         stack.leave()
 
-    for t in [*skeleton.parameters(), *skeleton.buffers(), *tensors_in(kwargs)]:
+    for t in [*skeleton.parameters(), *skeleton.buffers()]:
         ids.get(t)
+    trace.given = tuple(ids.get(t) for t in tensors_in(kwargs))
 
     def cast(path: str, a: Any, k: Any) -> tuple[Any, Any]:
         return inputs_of(path, a, k, lambda new, old: ids.alias(new, ids.get(old))) if inputs_of else (a, k)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from meshplan import compat
 from meshplan.compiler.bind import Bound, bind
-from meshplan.compiler.capture import ModuleHooks, Trace, capture, tensors_in
+from meshplan.compiler.capture import ModuleHooks, Ref, Trace, capture, tensors_in
 from meshplan.compiler.check import CHECKS, Checked, check_uses
 from meshplan.compiler.context import ContextAt, refuse_unused
-from meshplan.compiler.examples import Example, by_name, example_inputs
+from meshplan.compiler.examples import Example, by_name, example_inputs, refuse_ignored
 from meshplan.compiler.expand import expand_repeats
 from meshplan.compiler.few_heads import SplitNeeded, split_spec, sub_axes, with_copies
 from meshplan.compiler.foldable import foldable, heard_inside
@@ -28,6 +28,7 @@ from meshplan.compiler.kept import refusal_of_kept
 from meshplan.compiler.kinds import I, Kind, N, R
 from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.lowered import Boundary, Core, ParamPlan, Program
+from meshplan.compiler.outputs import refuse_unknown_outputs
 from meshplan.compiler.precision import Precision
 from meshplan.compiler.propagate import Pass, Propagation
 from meshplan.compiler.repeats import Equals, FullTraceNeeded, apart
@@ -107,11 +108,14 @@ def compile_core(
                 further = kinds != held
         if result.kept is not None:
             raise result.kept
+        used = {v for call in trace.calls for v in call.ins} | {x.value for x in trace.outputs[0] if isinstance(x, Ref)}
+        refuse_ignored(model, bound, examples, trace.given, used)
         decided = tuple(map(final, result.decided))
     checked = check_uses(decided, axes, trace) if check == "values" else Checked()
     expand_repeats(result, settled)
     program = replace(_program(bound, result, settled, axes, examples), checked=checked, asked=trace.asked)
     refuse_unused(bound, ContextAt.of(bound, spec), ((path, e) for path, many in result.edits.items() for e in many.values()))
+    refuse_unknown_outputs(bound, result.layouts)
     core = Core(bound, spec, _params(bound, result, axes, kinds), program, examples)
     fsdp_cuts(core)  # refuses what FSDP could not cut
     refuse_foreign_reads(core, result.reads)

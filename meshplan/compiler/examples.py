@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from meshplan.compiler.context import in_order
 from meshplan.compiler.frames import positional_names
 from meshplan.compiler.kinds import Kind, N
 from meshplan.compiler.opaque import refuse_state
+from meshplan.compiler.signature import arguments_of
 from meshplan.errors import PlanError
 from meshplan.mesh.build import expand
 from meshplan.plan.placements import Shard
@@ -128,3 +129,24 @@ def _kinds(place: Mapping[str, Any], axes: Sequence[str], shape: Sequence[int], 
                 dim = placement.dim % max(len(shape), 1)
                 kinds[one] = in_order(replace(placement, dim=dim), one, shape[dim] if shape else 1, bound.plan.context)
     return tuple(kinds[a] for a in axes)
+
+
+def refuse_ignored(
+    model: nn.Module, bound: Bound, examples: Mapping[str, Example], given: Sequence[int], used: Collection[int]
+) -> None:
+    """Raise PlanError `ignored-input` for a declared input that forward takes into its `**kwargs` and computes nothing with:
+    shifted labels that a model does not know, say, in whose place it shifts others.
+
+    Arguments:
+        given: the values of the input tensors, in the order of `examples`; used: values that some call or the output uses.
+    """
+    named = arguments_of(model).names
+    values = iter(given)
+    for name, example in examples.items():
+        own = [next(values) for leaf in example.leaves if leaf.shape is not None]
+        item = bound.inputs.get(name)
+        if item is not None and name not in named and own and not any(v in used for v in own):
+            raise PlanError(
+                f"forward takes the input {name!r} into its **kwargs, and computes nothing with it", code="ignored-input",
+                module="", where=item.source.key_where, legal=[n for n in examples if n != name],
+            )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshplan import compat
@@ -18,18 +19,28 @@ from meshplan.runtime.comm import AxisGroup
 from meshplan.runtime.session import Session, session_of
 
 
-def shard_batch(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's part of a global batch, cut as the plan places each input; only cuts and permutes.
+def shard_batch(
+    model: nn.Module, batch: Mapping[str, Any], *, shift: Mapping[str, str] | None = None, ignore_index: int = -100
+) -> dict[str, Any]:
+    """This rank's part of a global batch, cut as the plan places each input, in the order in which cp deals sequences.
 
     Arguments:
         batch: any subset of the model's declared inputs by name, global; values may be tensors or nested containers of
             tensors. What is not a tensor passes through.
+        shift: for models that take their labels shifted, `{"labels": "shift_labels"}`: the second is made of the first, each
+            position's being the next one's along the last dim and `ignore_index` at the end, before anything is cut.
 
     Raises PlanError: `no-such-input` for a name the plan does not place, `batch-not-divisible`.
     """
     session = session_of(model)
     out = {}
-    for name, value in batch.items():
+    whole = dict(batch)
+    for source, made in (shift or {}).items():
+        if not isinstance(batch.get(source), Tensor):
+            tensors = [name for name, x in batch.items() if isinstance(x, Tensor)]
+            raise PlanError(f"the batch has no tensor {source!r} to shift", code="no-such-input", legal=tensors)
+        whole[made] = torch.nn.functional.pad(batch[source][..., 1:], (0, 1), value=ignore_index)
+    for name, value in whole.items():
         leaves, structure = compat.flatten(value)
         keys = [path for path, _ in compat.flatten_with_path(value)]
         out[name] = compat.unflatten(
