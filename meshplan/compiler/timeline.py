@@ -168,6 +168,8 @@ class Timeline:
         out = run()
         forward = tuple(self._heard)
         self._heard.clear()
+        if not out.requires_grad:  # made with gradients off
+            mate = None
         if mate is not None:
             with torch.no_grad():
                 mate(torch.empty_like(out))

@@ -83,11 +83,12 @@ def use_of(decided: Decided, k: int, degree: int, trace: Trace) -> Use | None:
     if all(map(replicated, ins)) and all(map(replicated, outs)):
         return None
     values = [trace.values[v] for v in call.ins]
-    tensors = tuple(Spec(tuple(t.shape), t.dtype, t.requires_grad) for t in values)
+    made = [trace.values[v].requires_grad for v in call.outs]
+    # With gradients off none comes back, whatever the arguments are.
+    tensors = tuple(Spec(tuple(t.shape), t.dtype, t.requires_grad and any(made)) for t in values)
     numbered: list[Any] = []
     for leaf in call.leaves:
         numbered.append(Ref(sum(isinstance(x, Ref) for x in numbered)) if isinstance(leaf, Ref) else leaf)
-    made = [trace.values[v].requires_grad for v in call.outs]
     return Use(
         call.func, call.name, call.in_place, tuple(numbered), call.structure, tensors,
         tuple(_plain(kind, t.grad) for kind, t in zip(ins, tensors, strict=True)),

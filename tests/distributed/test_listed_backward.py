@@ -158,3 +158,37 @@ def test_an_operator_that_is_called_on_its_own_result_is_listed_once_a_call():
     rules = [mp.Rule("up", use="colwise"), mp.Rule("norm", params={"weight": {"tp": S(0)}, "bias": {"tp": S(0)}})]
     plan = mp.Plan(mesh={"tp": 2}, inputs={"x": mp.Input((4, 6), torch.float64)}, rules=rules)
     passes(Again, plan, 2)
+
+
+class Scorer(nn.Module):
+    """Picks positions without gradients, by a projection of what the model attends with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8, bias=False)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).square().sum(-1, keepdim=True)
+
+
+class Picking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.score, self.after = nn.Linear(8, 8), Scorer(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        y = self.after(x)
+        return (y * self.score(x)).square().mean()
+
+
+def test_what_is_gathered_without_gradients_has_no_backward():
+    # In the scorer's own code, where gradients are off, though what it is handed has one.
+    rules = [
+        mp.Rule("before", params={"weight": {"tp": S(0)}, "bias": {"tp": S(0)}}),
+        mp.Rule("score.up", params={"weight": {"tp": S(0)}}),
+        mp.Rule("after", params={"weight": {"tp": S(0)}, "bias": {"tp": S(0)}}),
+    ]
+    plan = mp.Plan(mesh={"tp": 2}, inputs={"x": mp.Input((4, 6, 8), torch.float64)}, rules=rules)
+    passes(Picking, plan, 2)
