@@ -28,7 +28,7 @@ from meshplan.compiler.repeats import (
     like,
 )
 from meshplan.compiler.sketch import Sketch
-from meshplan.compiler.source import call_site
+from meshplan.compiler.source import call_site, passed_through, raised_at
 from meshplan.compiler.tracing import recording
 from meshplan.errors import PlanError, Where
 
@@ -210,6 +210,20 @@ def foreign_parameter(name: str, path: str) -> PlanError:
 
 
 _CONSTANT_LIMIT = 2**22  # elements up to which a constant is computed for real
+
+
+FLEX = "torch/nn/attention/flex_attention.py"
+
+
+def flex_attention(path: str, cause: BaseException) -> PlanError:
+    return PlanError(
+        f"{path or 'the model'} calls flex_attention, whose mask and score functions no layout is known for",
+        code="flex-attention",
+        where=raised_at(cause),
+        module=path,
+        legal="torch.nn.functional.scaled_dot_product_attention with the mask as a tensor (create_mask of the same mask_mod); "
+        "in transformers attn_implementation='sdpa'",
+    )
 
 
 def run_call(
@@ -435,7 +449,12 @@ def _captured(
     if equals is not None:
         equals.intercept(skeleton, recorder.grouped)
     with _uncollected(), mode, compat.on_cpu(), recorder, recording() as asked:
-        out = skeleton(**kwargs)
+        try:
+            out = skeleton(**kwargs)
+        except Exception as error:
+            if not passed_through(error, FLEX):
+                raise
+            raise flex_attention(stack.path, error) from error
     trace.asked = tuple(asked)
     trace.values = ids.values
     leaves, structure = compat.flatten(out)

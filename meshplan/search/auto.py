@@ -14,7 +14,7 @@ from meshplan.compiler.examples import by_name
 from meshplan.compiler.skeleton import fake_world
 from meshplan.cost.machine import Machine
 from meshplan.lowering.lower import lower
-from meshplan.mesh.spec import DATA_AXES, MeshSpec
+from meshplan.mesh.spec import MeshSpec
 from meshplan.plan.placements import Placement, Shard
 from meshplan.plan.plan import Plan
 from meshplan.plan.rules import Input, Rule
@@ -22,6 +22,7 @@ from meshplan.plan.source import user_source
 from meshplan.search.attempts import Attempt, Search
 from meshplan.search.axis import Limits
 from meshplan.search.batch import batch_inputs
+from meshplan.search.context import over_context, sequence_inputs
 from meshplan.search.report import header, kept_whole
 from meshplan.search.trace import Traced, traced
 
@@ -45,6 +46,8 @@ def auto_plan(model: nn.Module, mesh: Mapping[str, int], inputs: Any, **options:
             bytes (SP); False never does; None does where it pays in modelled time, and so does True where it cannot be lowered.
         outputs: layouts in which the model's outputs may be left, such as `{"logits": {"tp": S(-1)}}`; others end whole on tp.
         fsdp: keys of the plan's `fsdp` section; by default zero3 over the repeated blocks where dp_shard has ranks.
+        context: keys of the plan's `context` section where cp has ranks; by default a ring in zigzag order through every
+            `scaled_dot_product_attention` of the sequence. Inputs with the sequence as dim 1 are split there.
         machine: whose links and rates the model takes; an H100 node by default.
         seconds: how long the solver may look for a better solution than the one it has.
 
@@ -64,6 +67,7 @@ def derive(
     outputs: Mapping[str, Mapping[str, Placement]] | None = None,
     fsdp: Mapping[str, Any] | None = None,
     world_size: int | None = None,
+    context: Mapping[str, Any] | None = None,
     machine: Machine | None = None,
     seconds: float = 5.0,
 ) -> Attempt:
@@ -81,6 +85,7 @@ def derive(
             fsdp=_fsdp(model, program, spec, fsdp),
             rules=_left(outputs),
         )
+        base = over_context(base, model, program, given, spec, context)
         if spec.degree("tp") == 1:
             return Attempt(base, lower(model, base, spec.world_size, given), None)
         with mode, compat.on_cpu():
@@ -106,10 +111,12 @@ def _upkeep(spec: MeshSpec, machine: Machine) -> float:
 def _placed(
     program: Traced, batched: Collection[str], given: Mapping[str, Any], spec: MeshSpec
 ) -> dict[str, Input]:  # fmt: skip
-    data = any(spec.degree(axis) > 1 for axis in DATA_AXES)
+    data = spec.degree("dp") > 1
+    split = sequence_inputs(program.inputs, spec)
     out = {}
     for key, t in program.inputs.items():
         place: dict[str, Any] = {"dp": Shard(0)} if data and key in batched else {}
+        place |= {"cp": Shard(1)} if key in split else {}
         shape = tuple(t.shape) if "." not in key and key in given else None
         if shape is not None or place:
             out[key] = Input(shape=shape, dtype=t.dtype if shape is not None else None, place=place)
