@@ -19,6 +19,7 @@ from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.match import Choice
 from meshplan.compiler.redistribute import Redistributing
 from meshplan.compiler.sites import Move
+from meshplan.compiler.spared import Spared
 from meshplan.compiler.uses import Decided
 from meshplan.errors import PlanError, Where
 from meshplan.plan.placements import Shard
@@ -30,7 +31,7 @@ RANDOM = frozenset(
 )
 
 
-class Calls(Redistributing, Arguments):
+class Calls(Redistributing, Arguments, Spared):
     """The part of a propagation that runs recorded calls."""
 
     def recorded(self, rec: Call, args: Any, kwargs: Any) -> Any:
@@ -43,6 +44,8 @@ class Calls(Redistributing, Arguments):
             info = self.info(leaves[i])
             if info.value == -1:
                 info.value = rec.leaves[j].value
+            if info.value != rec.leaves[j].value and rec.leaves[j].value in info.also:
+                self.seen_as(info, rec.leaves[j].value)
             if info.value != rec.leaves[j].value:
                 raise self.diverged(f"{rec.name} uses another tensor there")
         if rec.name in RANDOM:
@@ -91,7 +94,7 @@ class Calls(Redistributing, Arguments):
             run_leaves = [next(tensor) if isinstance(x, Tensor) else x for x in run_leaves]
         taken = tuple(tuple(self.info(t).kinds) for t in tensors)
         self.cursor += 1
-        self.stack.next_ordinal()
+        ordinal = self.stack.next_ordinal()
         a, kw = compat.unflatten(run_leaves, run_structure)
         if replacement is not None:
             operator = replacement
@@ -112,9 +115,9 @@ class Calls(Redistributing, Arguments):
         operators = tuple(c.strategy.replace if c is not None else None for c in choices)
         self.result.decided.append(Decided(rec, taken, made, operators))
         if edited or replacement or converts:
-            if rec.ordinal < 0:
+            if ordinal < 0:
                 raise forward_hook(rec.name, rec.module, rec.where)
-            edit = Edit(rec.ordinal, rec.name, sized if edited else None, tuple(converts), replacement, rec.where)
+            edit = Edit(ordinal, rec.name, sized if edited else None, tuple(converts), replacement, rec.where)
             self.result.invocations.edits.append((self.frames.stack[-1].serial, rec.module, edit))
         return out
 

@@ -156,11 +156,16 @@ class ModuleStack:
 
         return run
 
+    @property
+    def ordinal(self) -> int:
+        """The ordinal of the call that is about to be made."""
+        return -1 if self._hooks and self._hooks[-1] == len(self.paths) else self._ordinals[-1]
+
     def next_ordinal(self) -> int:
-        if self._hooks and self._hooks[-1] == len(self.paths):
-            return -1
-        self._ordinals[-1] += 1
-        return self._ordinals[-1] - 1
+        found = self.ordinal
+        if found >= 0:
+            self._ordinals[-1] += 1
+        return found
 
     @property
     def path(self) -> str:

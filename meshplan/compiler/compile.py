@@ -388,6 +388,7 @@ def _program(bound: Bound, result: Pass, settled: Decisions, axes: list[Axis], e
         first_only=tuple(first_only),
         calls=frozenset(result.calls),
         decided=tuple(map(final, result.decided)),
+        spared=tuple(result.spared),
     )
 
 

@@ -33,7 +33,7 @@ class Pass:
     `calls` are (caller, callee) module paths, `repeats` (module, the equal one whose propagation stands for it), in order;
     `reads` are (module, parameter that its own code uses); `kept` is the refusal of what the forward left on a module;
     `reached` are parameters that a backward from the outputs gives a gradient;
-    `decided` has one item a call, for the checks.
+    `decided` has one item a call, for the checks; `spared` are calls that a rank leaves out.
     """
 
     moves: list[tuple[Site, Move, Where | None]] = field(default_factory=list)
@@ -51,6 +51,7 @@ class Pass:
     calls: set[tuple[str, str]] = field(default_factory=set)
     repeats: list[tuple[str, str]] = field(default_factory=list)
     decided: list[Decided] = field(default_factory=list)
+    spared: list[int] = field(default_factory=list)
 
 
 class Known:
@@ -86,6 +87,7 @@ class Known:
         self.result = Pass()
         self.stack, self.frames = ModuleStack(), Frames()
         self.infos: dict[int, Info] = {}
+        self.valued: dict[int, Info] = {}  # the latest by value
         self.unseen: dict[int, tuple[list[Kind], str]] = {}
         self.moved_inputs: dict[tuple[int, str], list[Site]] = {}
         self.keep: list[Any] = []
@@ -104,7 +106,7 @@ class Known:
         ] = []  # moves made after the boundary that is to make them from the next pass on
 
     def label(self, t: Tensor, info: Info) -> Tensor:
-        self.infos[id(t)] = info
+        self.infos[id(t)] = self.valued[info.value] = info
         self.keep.append(t)
         self.sharing.setdefault(compat.storage_key(t), []).append(t)
         return t

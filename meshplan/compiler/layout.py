@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshplan.compiler.kinds import Kind
 from meshplan.plan.placements import Shard
@@ -28,13 +28,14 @@ class Axis:
 class Info:
     """What the compiler knows of one tensor of the lowered program: which value of the single-device program it is, its
     kind on each axis, whether it depends on the model's inputs, and the parameter it is, if it is one. `source` names the
-    sharded parameters that gave it its shards."""
+    sharded parameters that gave it its shards; `also` are other values that it counts as, with its kinds as those."""
 
     value: int
     kinds: list[Kind]
     data: bool
     param: str | None = None
     source: frozenset[str] = frozenset()
+    also: dict[int, list[Kind]] = field(default_factory=dict)
 
 
 def local_dim(

@@ -68,6 +68,7 @@ class Program:
     decided: tuple[Decided, ...] = ()
     checked: Checked = field(default_factory=Checked)
     asked: tuple[bool, ...] = ()  # see `meshplan.compiler.tracing`
+    spared: tuple[int, ...] = ()  # calls of the single device that a rank leaves out: see spared.py
 
 
 @dataclass(frozen=True)

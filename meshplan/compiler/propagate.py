@@ -41,7 +41,11 @@ class Propagation(Calls, TorchFunctionMode):
         expected = self.trace.entered[self.entered] if self.entered < len(self.trace.entered) else ("(nothing)", ())
         self.entered += 1
         leaves, structure = compat.flatten((args, kwargs))
-        values = tuple(self.info(x).value for x in leaves if isinstance(x, Tensor))
+        given = [self.info(x) for x in leaves if isinstance(x, Tensor)]
+        for info, value in zip(given, expected[1], strict=False):
+            if value in info.also:
+                self.seen_as(info, value)
+        values = tuple(info.value for info in given)
         if expected != (path, values):
             raise self.diverged(
                 f"module {path or '(model)'} is called where the single device calls {expected[0] or '(model)'}"
@@ -217,6 +221,8 @@ class Propagation(Calls, TorchFunctionMode):
         if rec is None or rec.func != func:
             if getattr(func, "__name__", "") == "__get__" and not isinstance(seen := func(*args, **kwargs), Tensor):
                 return seen
+            if self.spared(func):
+                return self.recorded(self.trace.calls[self.cursor], args, kwargs)
             out = run_call(func, args, kwargs, self.stack.path)
             self._check_unrecorded(func, out)
             if getattr(func, "__name__", "") == "__set__" and any(a.degree > 1 for a in self.axes):

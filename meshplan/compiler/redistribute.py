@@ -231,8 +231,7 @@ class Redistributing(Known):
         return self._own_call(leaf)
 
     def _own_call(self, leaf: int) -> Site:
-        ordinal = self.trace.calls[self.cursor].ordinal if self.cursor < len(self.trace.calls) else 0
-        return Site("call", self.stack.path, f"{ordinal}:{leaf}")
+        return Site("call", self.stack.path, f"{self.stack.ordinal}:{leaf}")
 
     def _viewed(self, info: Info) -> bool:
         """Whether the running module may see a parameter through a redistribution: its own, used by one call, and without

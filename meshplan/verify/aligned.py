@@ -69,11 +69,13 @@ def align(
     single = randomised(model, seed)
     batch = in_dtype(make_batch(plan.inputs, spec, single, seed) if inputs is None else inputs, torch.float64)
     cores = cores_of(single, plan, spec, batch, world_size, check)
-    claims = {d.call.index: d for d in cores[0].program.decided}
+    spared = set(cores[0].program.spared)
+    claims = {d.call.index - sum(i < d.call.index for i in spared): d for d in cores[0].program.decided}
     if tamper is not None:
         cores = [tamper(core) for core in cores]
     spec, axes = cores[0].spec, cores[0].program.axes
     one, cotangents = run_single(single, batch, seed)
+    one.log.entries[:] = [e for i, e in enumerate(one.log.entries) if i not in spared]
     world = World(world_size)
 
     def work(rank: int) -> Run:
