@@ -28,7 +28,7 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
 TIGHT, LOOSE = 1e-9, 1e-5
 """Largest relative error that counts as exact: of what is computed in float64, and where a model casts to float32."""
 GAVE_UP = "gave up"
-SOLVER_SECONDS = 4.0
+SOLVER_SECONDS = 8.0
 
 
 def run(model_type: str, composition: str, ranks: bool = False, seconds: int = 600) -> dict[str, Any]:
