@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import meshplan as mp
 from meshplan.models.registry import resolve_model
 from meshplan.plan.patterns import match
 from meshplan.plan.placements import Shard
@@ -13,7 +14,8 @@ from meshplan.plan.yaml_io import load_plan
 FOLDER = Path(__file__).parents[2] / "plans"
 MODEL_OF = {"llama3": "llama-tiny", "gpt": "gpt-tiny"}
 NAMES = ["ddp", "fsdp", "hsdp", "tp", "tp_sp", "tp_sp_fsdp", "zero1", "zero2"]
-PLANS = [f"{family}/{name}" for family in MODEL_OF for name in NAMES]
+LONG = ["llama3/cp_fsdp", "llama3/cp_tp_sp_fsdp"]
+PLANS = [*(f"{family}/{name}" for family in MODEL_OF for name in NAMES), *LONG]
 
 
 def test_the_folder_holds_these_plans_and_no_others():
@@ -44,3 +46,12 @@ def test_rules_units_and_inputs_fit_the_model(name):
     for key, item in plan.inputs.items():
         assert key in ("tokens", "labels")
         assert positions is None or item.shape[1] <= positions.num_embeddings
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_sequences_lower_without_a_gathered_activation(name):
+    plan = load_plan(FOLDER / f"{name}.yaml")
+    with torch.device("meta"):
+        model = resolve_model("llama-tiny")()
+    low = mp.lower(model, plan, 16)
+    assert {c.op for c in low.collectives if c.axis == "cp"} == {"send", "recv"}
