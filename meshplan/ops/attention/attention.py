@@ -74,8 +74,8 @@ def context_attention(
         global_shape: [B, H, S, S] of the probabilities on one device; default: batch and heads of `query`.
         offsets: where this rank's batch and heads begin in it, or their runs.
         keep_gathered: for `allgather`: hold what was gathered until backward, instead of gathering again.
-        block: what computes a block: a module with the functions of `block.py`, which is the default. Masks given as tensors and
-            dropout are always that one's.
+        block: what computes a block: a module with the functions of `block.py`; by default `fastest_block`. Masks given as
+            tensors and dropout are always `block.py`'s own.
 
     Returns:
         [B, H, S/n, Dv] in the dtype of `query`. The gradients of shards are those of the whole; a mask, bias or sink that ranks
@@ -103,9 +103,12 @@ def context_attention(
         sink,
         _dropped(dropout_p, stream, global_shape, offsets, query, sequence),
     )
-    if block is None or mask.bias is not None or mask.dropped is not None:
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if mask.bias is not None or mask.dropped is not None:
         block = plain
-    ring = Ring(block, 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale, sequence, group)
+    elif block is None:
+        block = fastest_block(query.device.type, query.dtype, max(query.shape[-1], value.shape[-1]), scale)
+    ring = Ring(block, scale, sequence, group)
     if method == "ring":
         return ring_attention(query, key, value, mask, ring)
     if method == "allgather":
@@ -119,6 +122,21 @@ def context_attention(
             )
         return hybrid_attention(query, key, value, mask, ring, inner_group, outer_group)
     raise PlanError(f"context attention has no method {method!r}", code="bad-value", legal=list(METHODS))
+
+
+def fastest_block(device: str, dtype: torch.dtype, width: int, scale: float) -> Any:
+    """The Triton kernels where they take what is at hand, torch's own operations elsewhere.
+
+    Arguments:
+        device: its type; width: the larger head dim.
+    """
+    if device != "cuda" or dtype == torch.float64 or width > 256 or scale <= 0:
+        return plain
+    try:
+        from meshplan.kernels.attention import block as kernels
+    except ImportError:  # a CUDA build of torch brings Triton along; others may not
+        return plain
+    return kernels
 
 
 def _as_autocast(*tensors: Tensor | None) -> list[Any]:

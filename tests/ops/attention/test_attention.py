@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from meshplan.errors import PlanError
 from meshplan.ops.attention import block
-from meshplan.ops.attention.attention import context_attention
+from meshplan.ops.attention.attention import context_attention, fastest_block
 from meshplan.ops.attention.sequence import Sequence
 from meshplan.ops.dropout_attention import scaled_dot_product_attention
 from meshplan.runtime.comm import AxisGroup
@@ -135,3 +135,17 @@ def test_second_derivatives_are_refused(method):
     with pytest.raises(PlanError) as refusal:
         torch.autograd.grad(out.sum(), q, create_graph=True)
     assert refusal.value.code == "second-derivative"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "scale", "kernels"),
+    [
+        ("cuda", torch.bfloat16, 128, 0.1, True),
+        ("cuda", torch.float64, 128, 0.1, False),
+        ("cuda", torch.float32, 320, 0.1, False),
+        ("cuda", torch.float32, 64, -0.1, False),
+        ("cpu", torch.float32, 64, 0.1, False),
+    ],
+)
+def test_kernels_compute_what_they_take(device, dtype, width, scale, kernels):
+    assert fastest_block(device, dtype, width, scale).__name__.startswith("meshplan.kernels") == kernels
