@@ -179,7 +179,16 @@ class Lowered:
         """What the reader should know that no line of the graph shows."""
         implicit = sum(b.implicit and b.site.side == "call" for b in self.core.program.boundaries)
         found = [f"{implicit} redistributions stand in the middle of a module's code"] if implicit else []
+        found += self._skew()
         return [*found, *(f"not checked by value: {use}" for use in self.core.program.checked.skipped)]
+
+    def _skew(self) -> list[str]:
+        """How uneven causal attention is where sequences lie on cp in one run a rank."""
+        section, n = self.core.bound.plan.context, self.core.spec.degree("cp")
+        if section is None or n == 1 or section.zigzags or section.method == "ulysses":
+            return []
+        most = f"{(2 * n - 1) / n:.3g} times the mean"
+        return [f"contiguous order: under a causal mask the last rank of cp computes {most}; zigzag is even"]
 
     @property
     def conditions(self) -> list[str]:

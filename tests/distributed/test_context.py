@@ -235,3 +235,10 @@ def test_what_cannot_be_split_is_refused_with_what_can(changes, code, legal):
     with pytest.raises(mp.PlanError) as caught:
         mp.lower(small_llama(n_kv_heads=changes.get("n_kv_heads", 2)), given, changes.get("cp", 2))
     assert caught.value.code == code and legal in str(caught.value)
+
+
+@pytest.mark.parametrize(("balance", "said"), [("zigzag", []), ("contiguous", ["1.75 times the mean"])])
+def test_explain_says_how_uneven_the_order_is(balance, said):
+    notes = mp.lower(small_llama(), plan({"cp": 4}, "ring", balance), 4).notes
+    found = [note for note in notes if "causal" in note]
+    assert len(found) == len(said) and all(text in note for text, note in zip(said, found, strict=True))

@@ -51,6 +51,11 @@ class Sequence:
             return 1
         return self.ranks * (2 if self.balance == "zigzag" else 1)
 
+    def causal_pairs(self, rank: int) -> int:
+        """Pairs of positions that `rank` computes under a causal mask: position p sees p + 1 of them. Over contiguous ranks they
+        grow as 1, 3, 5, ..., over zigzag ones they are equal."""
+        return sum((stop * (stop + 1) - start * (start + 1)) // 2 for start, stop in self.runs(rank))
+
     @property
     def local(self) -> int:
         """Positions that each rank holds."""

@@ -51,3 +51,18 @@ def test_a_length_that_ranks_do_not_divide_is_refused():
     assert refusal.value.legal == "a multiple of 4, such as 4"
     with pytest.raises(PlanError, match="balanced 'stripe'"):
         Sequence(8, 2, "stripe")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_zigzag_gives_every_rank_the_same_causal_work(ranks):
+    size = 2 * ranks * 64
+    for balance in ("zigzag", "contiguous"):
+        order = Sequence(size, ranks, balance)
+        counted = [int((order.positions(r) + 1).sum()) for r in range(ranks)]
+        assert [order.causal_pairs(r) for r in range(ranks)] == counted
+        assert sum(counted) == size * (size + 1) // 2
+        spread = max(counted) / (sum(counted) / ranks)
+        if balance == "zigzag":
+            assert len(set(counted)) == 1
+        else:  # 1 : 3 : 5 ..., but for the half of the diagonal
+            assert spread == pytest.approx((2 * ranks - 1) / ranks, rel=0.02)
