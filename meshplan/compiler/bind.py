@@ -67,6 +67,13 @@ class BoundModule:
     output: dict[str, Layout]
     where: Where | None
 
+    def declared(self, side: str, key: str) -> Layout:
+        """What is declared of one tensor that crosses; `key` is "" for the only one that a module returns, which is also "0"."""
+        if side == "input":
+            return self.input.get(key, {})
+        only = {"": self.output["0"]} if "0" in self.output else {}
+        return (only | self.output).get(key, self.output.get("", {}))
+
 
 @dataclass(frozen=True)
 class Bound:

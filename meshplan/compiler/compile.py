@@ -259,10 +259,7 @@ def _one_pass(
 
     def declared(path: str, side: str, key: str) -> dict[str, Placement]:
         module = bound.modules.get(path)
-        if module is None:
-            return {}
-        table = module.input if side == "input" else module.output
-        return dict(table.get(key, table.get("", {}) if side == "output" else {}))
+        return dict(module.declared(side, key)) if module is not None else {}
 
     groups: Groups = abstract_groups(spec, rank)
     holders = {p.name: {n.rpartition(".")[0] for n in p.names} for p in bound.params.values()}

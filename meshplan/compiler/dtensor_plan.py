@@ -56,8 +56,7 @@ class DTensorPlan:
         module = self.core.bound.modules.get(path)
         if module is None:
             return {}
-        table = module.input if side == "input" else module.output
-        layout = table.get(key, table.get("", {}) if side == "output" else {})
+        layout = module.declared(side, key)
         return {i: layout[axes[0]] for i, axes in enumerate(self.dims) if axes[0] in layout}
 
 

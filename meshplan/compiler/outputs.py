@@ -22,8 +22,9 @@ def refuse_unknown_outputs(bound: Bound, layouts: Iterable[tuple[Any, ...]]) -> 
             returned.setdefault(path, []).append(key)
     for path, module in bound.modules.items():
         keys = set(module.output) - {""}
-        if keys and path in returned and not keys & set(returned[path]) and "" not in module.output:
-            there = list(dict.fromkeys(returned[path]))
+        there = list(dict.fromkeys(returned.get(path, [])))
+        known = {"0"} if there == [""] else set(there)
+        if keys and there and not keys & known and "" not in module.output:
             raise PlanError(
                 f"{path or 'the model'} returns no output {' or '.join(sorted(map(repr, keys)))}", code="no-such-output",
                 module=path, where=module.where,
