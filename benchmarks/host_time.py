@@ -111,7 +111,7 @@ def at_local_sizes(model: Blocks) -> Blocks:
 
 def bare_collectives(low: mp.Lowered, like: Tensor) -> Callable[[], None]:
     """The program's collectives and nothing around them: same operators, count and sizes."""
-    gather, scatter, reduce, wait = compat.functional_collectives()
+    gather, scatter, reduce, _, wait = compat.functional_collectives()
     name = torch.distributed.group.WORLD.group_name
     calls = []
     for c in low.collectives:

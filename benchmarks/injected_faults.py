@@ -253,7 +253,7 @@ PROGRAMS = [
     program("a shard's gradient summed over tp", params("layers.0.ffn_norm.weight", ())),
     program("dropout left to torch", edits(_DROP, lambda e: None)),
     program("dropout with another module's key", edits(_DROP, setting("module", "layers.1.dropout"))),
-    program("one dropout mask for both sequence shards", edits(_DROP, setting("shards", (("dp_shard", 0),)))),
+    program("one dropout mask for both sequence shards", edits(_DROP, setting("shards", (("dp_shard", mp.S(0)),)))),
     program("one dropout mask for both data ranks", edits(_DROP, setting("shards", (("tp", 1),)))),
     program("embedding rows offset by another axis", edits("tok_embeddings", setting("rows", ("dp_shard",)))),
     program("embedding without its operator", edits("tok_embeddings", lambda e: None)),

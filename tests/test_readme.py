@@ -97,9 +97,7 @@ def test_the_layout_names_folders_that_exist_and_leaves_none_out():
 @pytest.mark.parametrize(
     "section",
     [
-        {"mesh": {"cp": 2}},
         {"mesh": {"pp": 2}},
-        {"mesh": {"cp": 2}, "context": {"attention": ["layers.*.attention"]}},
         {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 2}},
         {"mesh": {"dp_shard": 2}, "experts": {"at": ["layers.*.feed_forward"], "ep": 2}},
     ],

@@ -12,7 +12,8 @@ from meshplan.cli.explain_error import codes, page
 from meshplan.cli.main import app
 from meshplan.errors import PlanError
 
-SOURCES = [path for path in Path(meshplan.__file__).parent.rglob("*.py") if "docs" not in path.parts]
+ROOT = Path(meshplan.__file__).parents[1]
+SOURCES = [path for room in ("meshplan", "kernels") for path in (ROOT / room).rglob("*.py") if "docs" not in path.parts]
 
 
 def codes_in(tree: ast.AST) -> set[str]:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from meshplan.errors import PlanError
+from meshplan.ops.calls import Call
 from meshplan.ops.cross_entropy import collectives, cross_entropy
 from meshplan.runtime.comm import AxisGroup, chunk_sizes
 from tests.ops.simulated import run_ranks
@@ -225,12 +226,12 @@ def test_it_sends_what_it_says_and_the_abstract_run_is_told_the_same(reduction, 
     logits, target, _ = batch(7, rows)
     upstream = torch.ones(9, dtype=torch.float64) if reduction == "none" else None
     ranks = split_loss(logits, target, None, 2, rows, upstream, reduction=reduction, label_smoothing=smoothing)
-    expected = [("all_reduce", "tp", 6), ("all_reduce", "tp", 18 if smoothing else 12)]
-    expected += [("all_reduce", "dp", 1)] if reduction == "mean" else []
+    expected = [Call("all_reduce", "tp", 6), Call("all_reduce", "tp", 18 if smoothing else 12)]
+    expected += [Call("all_reduce", "dp", 1)] if reduction == "mean" else []
     assert ranks[0][2] == expected
 
     told = []
-    groups = [AxisGroup(a, 2, 0, on_call=lambda op, g, x: told.append((op, g.axis, x.numel()))) for a in ("dp", "tp")]
+    groups = [AxisGroup(a, 2, 0, on_call=lambda op, g, x: told.append(Call(op, g.axis, x.numel()))) for a in ("dp", "tp")]
     with torch.device("meta"):
         mine = torch.empty(6, 4, requires_grad=True)
         options = {"vocab_group": groups[1], "count_groups": groups[:1], "reduction": reduction}

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from meshplan.errors import PlanError
+from meshplan.ops.calls import Call
 from meshplan.ops.norm import collectives, layer_norm, rms_norm
 from meshplan.runtime.comm import AxisGroup, chunk_sizes
 from tests.ops.simulated import run_ranks
@@ -73,10 +74,10 @@ def test_value_and_gradients_are_those_of_one_device(kind, n, shape, normalized,
 
 def test_the_collectives_are_one_and_two_forward_one_backward():
     group = AxisGroup("tp", 2, 0)
-    assert collectives("rms_norm", 12, group=group) == [("all_reduce", "tp", 12)]
-    assert collectives("rms_norm", 12, group=group, phase="backward") == [("all_reduce", "tp", 12)]
-    assert collectives("layer_norm", 12, group=group) == [("all_reduce", "tp", 12)] * 2
-    assert collectives("layer_norm", 12, group=group, phase="backward") == [("all_reduce", "tp", 24)]
+    assert collectives("rms_norm", 12, group=group) == [Call("all_reduce", "tp", 12)]
+    assert collectives("rms_norm", 12, group=group, phase="backward") == [Call("all_reduce", "tp", 12)]
+    assert collectives("layer_norm", 12, group=group) == [Call("all_reduce", "tp", 12)] * 2
+    assert collectives("layer_norm", 12, group=group, phase="backward") == [Call("all_reduce", "tp", 24)]
     assert collectives("layer_norm", 12, group=AxisGroup("tp", 1, 0)) == []
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from meshplan.errors import PlanError
+from meshplan.ops.calls import Call
 from meshplan.ops.token_mean import collectives, global_mean, token_mean
 from meshplan.runtime.comm import AxisGroup
 from tests.ops.simulated import run_ranks
@@ -28,7 +29,7 @@ def test_ranks_back_propagate_2_and_1_5_whose_mean_is_the_global_one(dtype):
     assert shown0 == shown1 == 1.75
     assert grad0 == [0.5, 0.0, 0.0]  # 2 ranks / 4 tokens, halved again by averaging over ranks: 1/4 each
     assert grad1 == [0.5, 0.5, 0.5]
-    assert sent == [("all_reduce", "dp", 1)] == collectives(groups=[AxisGroup("dp", 2, 0)])
+    assert sent == [Call("all_reduce", "dp", 1)] == collectives(groups=[AxisGroup("dp", 2, 0)])
 
 
 def test_a_rank_without_valid_tokens_gives_zero_and_none_anywhere_gives_nan():
