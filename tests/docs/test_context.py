@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import meshplan as mp
+from meshplan.cli.main import app
 from meshplan.models.registry import resolve_model
 from meshplan.ops.attention.attention import context_attention
 from meshplan.ops.attention.dynamic import plan_samples
@@ -47,6 +49,12 @@ def test_bytes_are_those_of_the_table(context, forward, backward):
     rows, length = plan().inputs["tokens"].shape
     expected = 4 * rows * forward(4, length, config.n_heads, config.n_kv_heads, config.dim // config.n_heads)
     assert sent == {"forward": expected, "backward": backward(expected)}
+
+
+def test_the_quoted_table_is_what_the_command_prints():
+    command, shown = re.findall(r"```(?:bash|text)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    result = CliRunner().invoke(app, command.split()[1:])
+    assert result.stdout == shown
 
 
 def test_what_the_page_names_is_there():
