@@ -14,7 +14,7 @@ from meshplan import compat
 from meshplan.compiler.bind import Bound, bind
 from meshplan.compiler.capture import ModuleHooks, Ref, Trace, capture, tensors_in
 from meshplan.compiler.check import CHECKS, Checked, check_uses
-from meshplan.compiler.context import ContextAt, refuse_unused
+from meshplan.compiler.context import ContextAt, refuse_compiled_rings, refuse_unused
 from meshplan.compiler.examples import Example, by_name, example_inputs, refuse_ignored
 from meshplan.compiler.expand import expand_repeats
 from meshplan.compiler.few_heads import SplitNeeded, split_spec, sub_axes, with_copies
@@ -114,7 +114,9 @@ def compile_core(
     checked = check_uses(decided, axes, trace) if check == "values" else Checked()
     expand_repeats(result, settled)
     program = replace(_program(bound, result, settled, axes, examples), checked=checked, asked=trace.asked)
-    refuse_unused(bound, ContextAt.of(bound, spec), ((path, e) for path, many in result.edits.items() for e in many.values()))
+    edits = [(path, e) for path, many in result.edits.items() for e in many.values()]
+    refuse_unused(bound, ContextAt.of(bound, spec), edits)
+    refuse_compiled_rings(bound, edits)
     refuse_unknown_outputs(bound, result.layouts)
     core = Core(bound, spec, _params(bound, result, axes, kinds), program, examples)
     fsdp_cuts(core)  # refuses what FSDP could not cut

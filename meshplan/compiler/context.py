@@ -28,6 +28,10 @@ def inner_of(operator: str | None) -> int | None:
     return int(inner) if inner else None
 
 
+RINGS = ("ring", "hybrid")
+"""The methods in which ranks exchange with neighbours."""
+
+
 @dataclass(frozen=True)
 class ContextAt:
     """The modules whose attention runs over cp, and the name of the operator that it runs as."""
@@ -88,4 +92,21 @@ def refuse_unused(bound: Bound, at: ContextAt | None, edits: Iterable[tuple[str,
                 code="context-unused", module=path, where=bound.plan.context.source.child("attention").where,  # type: ignore[union-attr]
                 legal="attention through torch.nn.functional.scaled_dot_product_attention (attn_implementation='sdpa'), and "
                 "inputs placed {cp: S(1)}; attention written out in products gathers its keys without this section",
+            )  # fmt: skip
+
+
+def refuse_compiled_rings(bound: Bound, edits: Iterable[tuple[str, Edit]]) -> None:
+    """Raise PlanError `ring-inside-compile` for a ring in a unit that torch is to compile: exchanges between two ranks are no
+    operations of a graph, and where a graph breaks, what an edit stands for is not found again."""
+    section = bound.plan.compile
+    if section is None:
+        return
+    for path, e in edits:
+        rings = e.replacement is not None and e.replacement.name == "context_attention" and e.replacement.get("method") in RINGS
+        unit = next((unit for unit in bound.compile_units if rings and _within(path, unit)), None)
+        if unit is not None:
+            raise PlanError(
+                f"attention in {path or 'the model'} rings over cp, and {unit or 'the model'} is compiled",
+                code="ring-inside-compile", module=path, where=section.source.where,
+                legal="context: {method: allgather} or {method: ulysses}, or units to compile that have no attention in them",
             )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -242,3 +243,33 @@ def test_explain_says_how_uneven_the_order_is(balance, said):
     notes = mp.lower(small_llama(), plan({"cp": 4}, "ring", balance), 4).notes
     found = [note for note in notes if "causal" in note]
     assert len(found) == len(said) and all(text in note for text, note in zip(said, found, strict=True))
+
+
+def _compiled_step(method: str, units: str) -> tuple[float, float]:
+    """The loss, and the largest distance of a gradient from one device's, relative to the largest gradient."""
+    torch._dynamo.reset()
+    section = mp.Compile(units=[units], backend="aot_eager")
+    torch.manual_seed(0)
+    single = small_llama().double()
+    model = mp.parallelize(copy.deepcopy(single), plan({"cp": 2}, method, compile=section))
+    drawn = torch.randint(0, 61, (2, SEQ), generator=torch.Generator().manual_seed(0))
+    whole = {"tokens": drawn, "labels": drawn}
+    single(**whole).backward()
+    loss = model(**mp.shard_batch(model, whole))
+    loss.backward()
+    ours = dict(model.named_parameters())
+    largest = max(float(p.grad.abs().max()) for p in single.parameters())
+    apart = max(float((ours[n].grad - p.grad).abs().max()) for n, p in single.named_parameters())
+    return loss.item(), apart / largest
+
+
+@pytest.mark.parametrize(
+    ("method", "units"), [("ring", "layers.*.feed_forward"), ("ulysses", "layers.*"), ("allgather", "layers.*")]
+)
+def test_compiled_units_are_exact(pool, method, units):
+    torch.manual_seed(0)
+    single = small_llama().double()
+    drawn = torch.randint(0, 61, (2, SEQ), generator=torch.Generator().manual_seed(0))
+    ranks = pool.run(_compiled_step, method, units, world=2)
+    assert sum(loss for loss, _ in ranks) / 2 == pytest.approx(single(tokens=drawn, labels=drawn).item(), rel=1e-12)
+    assert all(apart < 1e-12 for _, apart in ranks)
