@@ -54,7 +54,8 @@ class Spared(Known):
             return None
         info = self.valued.get(call.ins[0])
         given, made = self.trace.values[call.ins[0]], self.trace.values[call.outs[0]]
-        if info is None or given.dim() != made.dim():
+        # A gradient would be this rank's summand of what the broadcast sums: somebody would have to owe the reduction.
+        if info is None or given.dim() != made.dim() or given.requires_grad:
             return None
         widened = [d for d in range(made.dim()) if given.shape[d] != made.shape[d]]
         kinds = list(info.kinds)

@@ -70,3 +70,24 @@ def test_another_program_for_one_row_is_refused():
     with pytest.raises(mp.PlanError) as caught:
         mp.lower(Branches(), mp.Plan(mesh={"dp_shard": 4}, inputs={"tokens": tokens}), 4)
     assert caught.value.code == "diverged"
+
+
+class Learned(nn.Module):
+    """Widens a parameter, whose gradient is then a sum over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(11, 6), nn.Parameter(torch.randn(1, 7, 6))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, place = self.embed(tokens), self.place
+        if place.shape[0] != x.shape[0]:
+            place = place.expand(x.shape[0], -1, -1)
+        return (x * place).pow(2).sum()
+
+
+def test_what_has_a_gradient_is_not_left_out():
+    tokens = mp.Input(shape=(2, 7), dtype=torch.int64, place={"dp": S(0)})
+    with pytest.raises(mp.PlanError) as caught:
+        mp.lower(Learned(), mp.Plan(mesh={"dp_shard": 2}, inputs={"tokens": tokens}), 2)
+    assert caught.value.code == "diverged"
