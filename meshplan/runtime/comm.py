@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshplan import compat
+from meshplan.errors import PlanError
 
 _ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE, _ALL_TO_ALL, _WAIT = compat.functional_collectives()
 
@@ -138,6 +139,42 @@ class AxisGroup:
             even = [rows.shape[0] // n] * n
             blocks = _send(_ALL_TO_ALL, rows, even, even, self.name).view(blocks.shape)
         return blocks.movedim(0, join).flatten(join, join + 1)
+
+    def all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Rows of `x` (dim 0) to where they belong. Two ranks, the second of which has nothing for the first:
+
+            rank 0   x = a0 | a1 a2   send (1, 2), receive (1, 0)   -> a0
+            rank 1   x =      b0      send (0, 1), receive (2, 1)   -> a1 a2 | b0
+
+        Every rank calls it, with no row to send or to receive too. Rows that stay are among the `elements` that are told, and
+        do not travel.
+
+        Arguments:
+            x: [sum(send), ...], what goes to rank 0 first.
+            send: rows for each rank; receive: rows from each, which the ranks have told each other before.
+
+        Returns:
+            [sum(receive), ...], what rank 0 sent first.
+
+        Raises:
+            PlanError: `exchange-sizes` for sizes that cannot be those of this rank. Ranks whose sizes contradict each other are
+                not noticed here: gloo then ends the process.
+        """
+        fits = len(send) == len(receive) == self.size and sum(send) == x.shape[0] and min(*send, *receive) >= 0
+        if not fits or send[self.rank] != receive[self.rank]:
+            raise PlanError(
+                f"rank {self.rank} of {self.size} on {self.axis} has {x.shape[0]} rows, sends {list(send)} of them and "
+                f"receives {list(receive)}",
+                code="exchange-sizes",
+                legal="one size per rank, all rows sent, and as many kept as received from itself",
+            )
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        if self.name is None:
+            self._tell("all_to_all", x)
+            return x.new_empty((sum(receive), *x.shape[1:]))
+        return _send(_ALL_TO_ALL, x, list(receive), list(send), self.name)
 
     def shift(self, x: Tensor, by: int = 1) -> Shift:
         """Start to send `x` to the rank `by` places on, in a ring, and to receive the like from `by` places back; the result's

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,14 +157,25 @@ class SimulatedGroup(AxisGroup):
             raise _apart(f"send {x.shape[cut]} of dim {cut} in equal pieces over {self.axis}")
         return torch.cat([self.shard(part, cut) for part in self._everyone("all_to_all", x)], join)
 
+    def all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        abstract = AxisGroup(self.axis, self.size, self.rank)
+        abstract.all_to_all_uneven(x, send, receive)  # for what it refuses
+        if self.size == 1:
+            return x
+        sizes = [s.tolist() for s in self._everyone("all_to_all", torch.tensor(send))]
+        if [s[self.rank] for s in sizes] != list(receive):
+            raise _apart(f"expect {list(receive)} rows over {self.axis}, and {[s[self.rank] for s in sizes]} come")
+        parts = self._everyone("uneven all_to_all", x, equal=False)
+        return torch.cat([part.split(s)[self.rank] for part, s in zip(parts, sizes, strict=True)])
+
     def shift(self, x: Tensor, by: int = 1) -> Shift:
         if self.size == 1:
             return Shift(x)
         return Shift(self._everyone(f"shift by {by}", x)[(self.rank - by) % self.size])
 
-    def _everyone(self, op: str, x: Tensor) -> list[Tensor]:
+    def _everyone(self, op: str, x: Tensor, equal: bool = True) -> list[Tensor]:
         parts = self.world.exchange(self.key, self.size, self.rank, f"{op} over {self.axis}", x)
-        if op != "all_gather" and len({tuple(p.shape) for p in parts}) > 1:
+        if equal and op != "all_gather" and len({tuple(p.shape) for p in parts}) > 1:
             raise _apart(f"reduce unequal shapes over {self.axis}: {[list(p.shape) for p in parts]}")
         return parts
 

@@ -1,12 +1,14 @@
-"""all_to_all and the ring's shift: the same values on gloo ranks, on simulated ones and by hand; what abstract groups foretell
-is what is recorded."""
+"""all_to_all, even and uneven, and the ring's shift: the same values on gloo ranks, on simulated ones and by hand; what abstract
+groups foretell is what is recorded."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshplan.errors import PlanError
 from meshplan.mesh.spec import MeshSpec
 from meshplan.runtime.comm import AxisGroup
 from meshplan.runtime.recorder import record_collectives
@@ -71,3 +73,65 @@ def test_a_ring_of_one_sends_nothing() -> None:
     x = torch.arange(4.0)
     group = AxisGroup("cp", 1, 0)
     assert group.shift(x).wait() is x and group.all_to_all(x, 0, 0) is x
+
+
+# Rows that rank i sends to rank j: rank 1 has nothing, nobody sends to rank 3 but itself.
+ROWS = ((2, 0, 3, 0), (0, 0, 0, 0), (1, 1, 0, 0), (0, 4, 1, 2))
+
+
+def dealt(group: AxisGroup) -> Tensor:
+    """Every row says where it comes from and where it goes."""
+    send = ROWS[group.rank][: group.size]
+    receive = [row[group.rank] for row in ROWS[: group.size]]
+    to = torch.arange(group.size).repeat_interleave(torch.tensor(send)).double()
+    x = torch.stack([torch.full_like(to, group.rank), to, torch.arange(len(to)).double()], 1)
+    return group.all_to_all_uneven(x, send, receive)
+
+
+def check_dealt(n: int, rank: int, found: Tensor) -> None:
+    came = [(float(i), float(rank)) for i in range(n) for _ in range(ROWS[i][rank])]
+    assert [tuple(row) for row in found[:, :2].tolist()] == came
+    assert found.shape == (len(came), 3)
+
+
+def test_simulated_ranks_deal_out_rows() -> None:
+    for n in (2, 4):
+        world, spec = World(n), MeshSpec((("ep", n),))
+        for rank, found in enumerate(world.run(lambda r: dealt(SimulatedGroups(spec, r, world=world).group("ep")))):
+            check_dealt(n, rank, found)
+
+
+def _dealt() -> tuple[Tensor, list[tuple[str, int]]]:
+    group = AxisGroup("ep", dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name)
+    with record_collectives() as log:
+        found = dealt(group)
+    return found, [(c.op, c.elements) for c in log]
+
+
+def test_gloo_ranks_deal_out_rows_as_was_foretold(pool) -> None:
+    for n in (2, 4):
+        for rank, (found, log) in enumerate(pool.run(_dealt, world=n)):
+            check_dealt(n, rank, found)
+            told: list[tuple[str, int]] = []
+            group = AxisGroup("ep", n, rank, None, lambda op, g, t, told=told: told.append((op, t.numel())))
+            assert dealt(group).shape == found.shape
+            assert log == told == [("all_to_all", 3 * sum(ROWS[rank][:n]))]
+
+
+@pytest.mark.parametrize("send, receive", [((1, 1), (1, 1)), ((3,), (3,)), ((1, 2), (2, 0)), ((4, -1), (4, 0))])
+def test_sizes_that_cannot_be_are_refused_before_anything_is_sent(send, receive) -> None:
+    with pytest.raises(PlanError) as refusal:
+        AxisGroup("ep", 2, 0).all_to_all_uneven(torch.ones(3, 2), send, receive)
+    assert refusal.value.code == "exchange-sizes"
+
+
+def test_simulated_ranks_notice_that_they_expect_other_rows_than_come() -> None:
+    world, spec = World(2), MeshSpec((("ep", 2),))
+
+    def work(rank: int) -> Tensor:
+        group = SimulatedGroups(spec, rank, world=world).group("ep")
+        return group.all_to_all_uneven(torch.ones(1, 2), (0, 1) if rank == 0 else (1, 0), (0, 0))
+
+    with pytest.raises(PlanError) as refusal:
+        world.run(work)
+    assert refusal.value.code == "ranks-apart"
