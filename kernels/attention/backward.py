@@ -61,14 +61,14 @@ def _by_key(
         s = tl.dot(k1, tl.trans(q1), s, input_precision=PRECISION)
     i = row + tl.arange(0, BM)
     x = _row_lse(lse, tl.cast(b, tl.int64) * lse_b + tl.cast(h, tl.int64) * lse_h + i, i < q_rows)
-    p = tl.exp2(s * scale_log2 - x[None, :])
     if MASKED:
         doc_q = 0
         if DOCS:
             doc_q = documents(q_docs, b, row, q_rows, q_docs_b, -1, BM)[None, :]
         j = n + tl.arange(0, BN)
         seen = pairs(i[None, :], j[:, None], k_rows, doc_q, doc_k[:, None] if DOCS else 0, lo, hi, LO, HI, DOCS)
-        p = tl.where(seen, p, 0.0)
+        s = tl.where(seen, s, float("-inf"))
+    p = tl.exp2(s * scale_log2 - x[None, :])
     do0 = read(dout, b, h, row, q_rows, dout_b, dout_h, dout_l, dv, 0, BM, V0, MASKED, PADDED, TMA, WIDEN)
     do1 = 0
     if V1:
@@ -92,9 +92,9 @@ def _by_key(
 
 @triton.jit(do_not_specialize=["group", "first", "tiles", "all_tiles", "q_rows", "k_rows", "lo", "hi"])
 def dkdv_kernel(
-    q, q_rest, k, k_rest, v, v_rest, dout, dout_rest, lse, delta, dk, dv_out, q_docs, k_docs, limits,
+    q, q_rest, k, k_rest, v, v_rest, dout, dout_rest, lse, delta, dk, dk_rest, dv_out, dv_out_rest, q_docs, k_docs, limits,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, dout_b, dout_h, dout_l, lse_b, lse_h, delta_b, delta_h,
-    dk_b, dk_h, dk_l, dv_b, dv_h, dv_l, q_docs_b, k_docs_b,
+    dk_b, dk_h, dk_l, dv_out_b, dv_out_h, dv_out_l, q_docs_b, k_docs_b,
     heads, group, first, tiles, all_tiles, q_rows, k_rows, lo, hi, scale, scale_log2, d, dv,
     LO: tl.constexpr, HI: tl.constexpr, DOCS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
@@ -165,13 +165,13 @@ def dkdv_kernel(
         )  # fmt: skip
 
     if DK:
-        write(dk, dk0 * scale, b, kv, n, k_rows, dk_b, dk_h, dk_l, d, 0, BN, D0, True)
+        write(dk, dk0 * scale, b, kv, n, k_rows, dk_b, dk_h, dk_l, d, 0, BN, D0, True, TMA)
         if D1:
-            write(dk, dk1 * scale, b, kv, n, k_rows, dk_b, dk_h, dk_l, d, D0, BN, D1, True)
+            write(dk_rest, dk1 * scale, b, kv, n, k_rows, dk_b, dk_h, dk_l, d, D0, BN, D1, True, TMA)
     if DV:
-        write(dv_out, dv0, b, kv, n, k_rows, dv_b, dv_h, dv_l, dv, 0, BN, V0, True)
+        write(dv_out, dv0, b, kv, n, k_rows, dv_out_b, dv_out_h, dv_out_l, dv, 0, BN, V0, True, TMA)
         if V1:
-            write(dv_out, dv1, b, kv, n, k_rows, dv_b, dv_h, dv_l, dv, V0, BN, V1, True)
+            write(dv_out_rest, dv1, b, kv, n, k_rows, dv_out_b, dv_out_h, dv_out_l, dv, V0, BN, V1, True, TMA)
 
 
 @triton.jit
@@ -190,7 +190,6 @@ def _by_query(
     if D1:
         k1 = read(k_rest, b, kv, n, k_rows, k_b, k_h, k_l, d, D0, BN, D1, MASKED, PADDED, TMA, WIDEN)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
-    p = tl.exp2(s * scale_log2 - x[:, None])
     if MASKED:
         doc_k = 0
         if DOCS:
@@ -198,7 +197,8 @@ def _by_query(
         i = row + tl.arange(0, BM)
         j = n + tl.arange(0, BN)
         seen = pairs(i[:, None], j[None, :], k_rows, doc_q[:, None] if DOCS else 0, doc_k, lo, hi, LO, HI, DOCS)
-        p = tl.where(seen, p, 0.0)
+        s = tl.where(seen, s, float("-inf"))
+    p = tl.exp2(s * scale_log2 - x[:, None])
     v0 = read(v, b, kv, n, k_rows, v_b, v_h, v_l, dv, 0, BN, V0, MASKED, PADDED, TMA, WIDEN)
     g = tl.dot(do0, tl.trans(v0), input_precision=PRECISION)
     if V1:
@@ -213,7 +213,7 @@ def _by_query(
 
 @triton.jit(do_not_specialize=["group", "first", "tiles", "all_tiles", "q_rows", "k_rows", "lo", "hi"])
 def dq_kernel(
-    q, q_rest, k, k_rest, v, v_rest, dout, dout_rest, lse, delta, dq, q_docs, k_docs, limits,
+    q, q_rest, k, k_rest, v, v_rest, dout, dout_rest, lse, delta, dq, dq_rest, q_docs, k_docs, limits,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, dout_b, dout_h, dout_l, lse_b, lse_h, delta_b, delta_h,
     dq_b, dq_h, dq_l, q_docs_b, k_docs_b,
     heads, group, first, tiles, all_tiles, q_rows, k_rows, lo, hi, scale, scale_log2, d, dv,
@@ -272,6 +272,6 @@ def dq_kernel(
             True, LO, HI, DOCS, BM, BN, D0, D1, V0, V1, PADDED, TMA, WIDEN, PRECISION,
         )  # fmt: skip
 
-    write(dq, dq0 * scale, b, h, row, q_rows, dq_b, dq_h, dq_l, d, 0, BM, D0, True)
+    write(dq, dq0 * scale, b, h, row, q_rows, dq_b, dq_h, dq_l, d, 0, BM, D0, True, TMA)
     if D1:
-        write(dq, dq1 * scale, b, h, row, q_rows, dq_b, dq_h, dq_l, d, D0, BM, D1, True)
+        write(dq_rest, dq1 * scale, b, h, row, q_rows, dq_b, dq_h, dq_l, d, D0, BM, D1, True, TMA)

@@ -54,7 +54,7 @@ def _fold(
 
 @triton.jit(do_not_specialize=["group", "first", "tiles", "all_tiles", "q_rows", "k_rows", "lo", "hi"])
 def forward_kernel(
-    q, q_rest, k, k_rest, v, v_rest, acc, m, l, q_docs, k_docs, limits,
+    q, q_rest, k, k_rest, v, v_rest, acc, acc_rest, m, l, q_docs, k_docs, limits,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, acc_b, acc_h, acc_l, m_b, m_h, q_docs_b, k_docs_b,
     heads, group, first, tiles, all_tiles, q_rows, k_rows, lo, hi, scale_log2, d, dv,
     LO: tl.constexpr, HI: tl.constexpr, DOCS: tl.constexpr,
@@ -82,10 +82,10 @@ def forward_kernel(
     at = tl.cast(b, tl.int64) * m_b + tl.cast(h, tl.int64) * m_h + r
     m_i = tl.load(m + at, mask=inside, other=float("-inf")) * LOG2E
     l_i = tl.load(l + at, mask=inside, other=0.0)
-    acc0 = read(acc, b, h, row, q_rows, acc_b, acc_h, acc_l, dv, 0, BM, V0, True, PADDED, False, False)
+    acc0 = read(acc, b, h, row, q_rows, acc_b, acc_h, acc_l, dv, 0, BM, V0, True, PADDED, TMA, False)
     acc1 = 0.0
     if V1:
-        acc1 = read(acc, b, h, row, q_rows, acc_b, acc_h, acc_l, dv, V0, BM, V1, True, PADDED, False, False)
+        acc1 = read(acc_rest, b, h, row, q_rows, acc_b, acc_h, acc_l, dv, V0, BM, V1, True, PADDED, TMA, False)
     q0 = read(q, b, h, row, q_rows, q_b, q_h, q_l, d, 0, BM, D0, True, PADDED, TMA, WIDEN)
     q1 = 0
     if D1:
@@ -110,9 +110,9 @@ def forward_kernel(
 
     tl.store(m + at, m_i * LN2, mask=inside)
     tl.store(l + at, l_i, mask=inside)
-    write(acc, acc0, b, h, row, q_rows, acc_b, acc_h, acc_l, dv, 0, BM, V0, False)
+    write(acc, acc0, b, h, row, q_rows, acc_b, acc_h, acc_l, dv, 0, BM, V0, False, TMA)
     if V1:
-        write(acc, acc1, b, h, row, q_rows, acc_b, acc_h, acc_l, dv, V0, BM, V1, False)
+        write(acc_rest, acc1, b, h, row, q_rows, acc_b, acc_h, acc_l, dv, V0, BM, V1, False, TMA)
 
 
 @triton.jit(do_not_specialize=["tiles", "rows"])
@@ -147,4 +147,4 @@ def finish_kernel(
     )
     x = read(acc, b, h, row, rows, acc_b, acc_h, acc_l, dv, 0, R, W, True, True, False, False)
     x = x * (fade / tl.where(empty, 1.0, total))[:, None]
-    write(out, x.to(out.dtype.element_ty), b, h, row, rows, out_b, out_h, out_l, dv, 0, R, W, False)
+    write(out, x.to(out.dtype.element_ty), b, h, row, rows, out_b, out_h, out_l, dv, 0, R, W, False, False)

@@ -18,7 +18,16 @@ from meshplan.errors import PlanError
 from meshplan.kernels.attention.backward import delta_kernel, dkdv_kernel, dq_kernel
 from meshplan.kernels.attention.forward import finish_kernel, forward_kernel
 from meshplan.kernels.attention.tile import document_limits
-from meshplan.kernels.attention.tiles import Kind, Machine, Tiles, Width, splits_backward, tiles_for, width_of
+from meshplan.kernels.attention.tiles import (
+    INTERPRETED,
+    Kind,
+    Machine,
+    Tiles,
+    Width,
+    splits_backward,
+    tiles_for,
+    width_of,
+)
 from meshplan.ops.attention.block import Span, State
 
 _LOG2E = 1.4426950408889634
@@ -82,7 +91,8 @@ def forward_launches(
     q: Tensor, k: Tensor, v: Tensor, span: Span, scale: float, state: State, docs: Docs | None, machine: Machine
 ) -> Iterator[Launch]:
     """What folds a key block into `state`: nothing where `span` shows that no pair sees each other."""
-    block = _Block.of(q, k, v, machine)
+    q, k, v = _unit(q), _unit(k), _unit(v)
+    block = _Block.of(q, k, v, (state.acc,), scale, docs, machine)
     tiles = block.tiles("forward")
     reach = limits(span, block.lq, block.lk)
     first, count = _tile_range(*reach.rows(block.lq, block.lk), tiles.queries)
@@ -93,17 +103,15 @@ def forward_launches(
     if state.m.stride() != state.l.stride():
         raise PlanError("m and l of a state are laid out apart", code="attention-kernel", legal="equal strides")
     arguments = {
-        **block.inputs(q, k, v, tiles),
-        "acc": state.acc,
+        **block.operands(tiles, q=q, k=k, v=v, acc=state.acc),
         "m": state.m,
         "l": state.l,
-        **_strides("acc", state.acc),
         "m_b": state.m.stride(0),
         "m_h": state.m.stride(1),
         "heads": block.heads,
         "first": first,
         "tiles": count,
-        **block.rest(scale, reach, docs, found, tiles),
+        **block.rest(reach, found, tiles),
     }
     yield Launch(forward_kernel, count * block.batch * block.heads, arguments, tiles.warps, tiles.stages)
 
@@ -174,7 +182,8 @@ def backward_launches(
     machine: Machine,
 ) -> Iterator[Launch]:
     """What adds one block's share to dq, dk and dv: nothing where no pair sees each other."""
-    block = _Block.of(q, k, v, machine)
+    q, k, v, dout = _unit(q), _unit(k), _unit(v), _unit(dout)
+    block = _Block.of(q, k, v, (dout, dq, dk, dv), scale, docs, machine)
     reach = limits(span, block.lq, block.lk)
     _in_place(dq, dk, dv, lse, delta)
     shared = {
@@ -186,7 +195,7 @@ def backward_launches(
         "delta_h": delta.stride(1),
         "scale": scale,
     }
-    both: list[Kind] = ["dk", "dv"] if splits_backward(max(block.d.total, block.v.total)) else ["dkdv"]
+    both: list[Kind] = ["dk", "dv"] if splits_backward(block.d.total + block.v.total) else ["dkdv"]
     for kind in both:
         tiles = block.tiles(kind)
         first, count = _tile_range(*reach.turned().rows(block.lk, block.lq), tiles.keys)
@@ -194,39 +203,33 @@ def backward_launches(
             return
         found = yield from _document_limits(docs and docs.k, docs and docs.q, tiles.keys)
         arguments = {
-            **block.inputs(q, k, v, tiles, dout),
+            **block.operands(tiles, q=q, k=k, v=v, dout=dout, dk=dk, dv_out=dv),
             **shared,
-            "dk": dk,
-            "dv_out": dv,
-            **_strides("dk", dk),
-            **_strides("dv", dv),
             "heads": block.kv_heads,
             "first": first,
             "tiles": count,
             "DK": kind != "dv",
             "DV": kind != "dk",
-            **block.rest(scale, reach, docs, found, tiles),
+            **block.rest(reach, found, tiles),
         }
         yield Launch(dkdv_kernel, count * block.batch * block.kv_heads, arguments, tiles.warps, tiles.stages)
     tiles = block.tiles("dq")
     first, count = _tile_range(*reach.rows(block.lq, block.lk), tiles.queries)
     found = yield from _document_limits(docs and docs.q, docs and docs.k, tiles.queries)
     arguments = {
-        **block.inputs(q, k, v, tiles, dout),
+        **block.operands(tiles, q=q, k=k, v=v, dout=dout, dq=dq),
         **shared,
-        "dq": dq,
-        **_strides("dq", dq),
         "heads": block.heads,
         "first": first,
         "tiles": count,
-        **block.rest(scale, reach, docs, found, tiles),
+        **block.rest(reach, found, tiles),
     }
     yield Launch(dq_kernel, count * block.batch * block.heads, arguments, tiles.warps, tiles.stages)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Sizes of one pair of blocks, and how its inputs are read."""
+    """Sizes of one pair of blocks, and how its tensors are read: through descriptors if `tma`."""
 
     batch: int
     heads: int
@@ -237,11 +240,23 @@ class _Block:
     v: Width
     dims: tuple[int, int]
     dtype: torch.dtype
+    scale: float
+    docs: Docs | None
+    tma: bool
     machine: Machine
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, machine: Machine) -> _Block:
+    def of(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        others: tuple[Tensor, ...],
+        scale: float,
+        docs: Docs | None,
+        machine: Machine,
+    ) -> _Block:
         batch, heads, lq, d = q.shape
+        dv = v.shape[3]
         if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
             raise PlanError(
                 f"the attention kernels got {q.dtype}, {k.dtype} and {v.dtype}",
@@ -254,33 +269,35 @@ class _Block:
                 code="attention-heads",
                 legal="key and value heads that divide the query heads",
             )
-        dims = (d, v.shape[3])
-        return _Block(
-            batch, heads, k.shape[1], lq, k.shape[2], width_of(d), width_of(v.shape[3]), dims, q.dtype, machine
-        )
+        if not scale > 0:
+            raise PlanError(f"attention scales its scores by {scale}", code="attention-kernel", legal="a scale above 0")
+        tma = machine.hopper and all(_describable(x) for x in (q, k, v, *others))
+        sizes = (batch, heads, k.shape[1], lq, k.shape[2], width_of(d), width_of(dv), (d, dv))
+        return _Block(*sizes, q.dtype, scale, docs, tma, machine)
 
     def tiles(self, kind: Kind) -> Tiles:
-        return tiles_for(kind, max(self.d.total, self.v.total), self.dtype.itemsize, self.machine)
+        if self.machine.interpreted:
+            return INTERPRETED
+        widest = max(self.d.total, self.v.total)
+        return tiles_for(kind, widest, self.dtype.itemsize, self.docs is not None, self.tma)
 
-    def inputs(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, dout: Tensor | None = None) -> dict[str, Any]:
-        """Pointers or descriptors of the inputs, each in one or two parts of its head dim, and their strides."""
-        sides = [("q", q, tiles.queries, self.d), ("k", k, tiles.keys, self.d), ("v", v, tiles.keys, self.v)]
-        if dout is not None:
-            sides.append(("dout", dout, tiles.queries, self.v))
-        sides = [(name, x if x.stride(3) == 1 else x.contiguous(), rows, width) for name, x, rows, width in sides]
-        tma = self.machine.hopper and all(_describable(x) for _, x, _, _ in sides)
-        arguments: dict[str, Any] = {"TMA": tma}
-        for name, x, rows, width in sides:
-            arguments[name] = _descriptor(x, rows, width.main) if tma else x
-            rest = None if not width.rest else _descriptor(x, rows, width.rest) if tma else x
-            arguments[f"{name}_rest"] = rest
-            arguments.update(_strides(name, x))
+    def operands(self, tiles: Tiles, **tensors: Tensor) -> dict[str, Any]:
+        """Pointers or descriptors of tensors [B, H, L, D], each in one or two parts of its head dim, and their strides."""
+        rows = {"q": tiles.queries, "dout": tiles.queries, "acc": tiles.queries, "dq": tiles.queries}
+        widths = dict.fromkeys(("q", "k", "dq", "dk"), self.d)
+        arguments: dict[str, Any] = {"TMA": self.tma}
+        for name, x in tensors.items():
+            height, width = rows.get(name, tiles.keys), widths.get(name, self.v)
+            arguments[name] = _descriptor(x, height, width.main) if self.tma else x
+            arguments[f"{name}_rest"] = (
+                None if not width.rest else _descriptor(x, height, width.rest) if self.tma else x
+            )
+            arguments.update({f"{name}_{dim}": x.stride(at) for at, dim in enumerate("bhl")})
         return arguments
 
-    def rest(
-        self, scale: float, reach: Limits, docs: Docs | None, found: Tensor | None, tiles: Tiles
-    ) -> dict[str, Any]:
+    def rest(self, reach: Limits, found: Tensor | None, tiles: Tiles) -> dict[str, Any]:
         """The arguments that every kernel over pairs takes."""
+        docs = self.docs
         precision = "tf32x3" if self.machine.tf32x3 and self.dtype == torch.float32 else "ieee"
         return {
             "q_docs": None if docs is None else docs.q,
@@ -294,7 +311,7 @@ class _Block:
             "k_rows": self.lk,
             "lo": reach.lo or 0,
             "hi": reach.hi or 0,
-            "scale_log2": scale * _LOG2E,
+            "scale_log2": self.scale * _LOG2E,
             "d": self.dims[0],
             "dv": self.dims[1],
             "LO": reach.lo is not None,
@@ -337,6 +354,10 @@ def _document_limits(rows: Tensor | None, others: Tensor | None, tile: int) -> I
 def _tile_range(first: int, stop: int, tile: int) -> tuple[int, int]:
     """The tiles that hold rows [first, stop): the first of them, and how many."""
     return first // tile, triton.cdiv(stop, tile) - first // tile if stop > first else 0
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _strides(name: str, x: Tensor) -> dict[str, int]:

@@ -78,18 +78,25 @@ def write(
     R: tl.constexpr,
     W: tl.constexpr,
     ADD: tl.constexpr,
+    TMA: tl.constexpr,
 ):
-    """`target[b, h, row : row + R, COLUMN : COLUMN + W] = value`, or `+=`: this program alone owns these elements."""
-    r = tl.arange(0, R)
-    c = COLUMN + tl.arange(0, W)
-    start = (
-        target + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(row, tl.int64) * stride_l
-    )
-    pointers = start + r[:, None] * stride_l + c[None, :]
-    inside = (row + r < rows)[:, None] & (c < width)[None, :]
-    if ADD:
-        value += tl.load(pointers, mask=inside, other=0.0)
-    tl.store(pointers, value, mask=inside)
+    """`target[b, h, row : row + R, COLUMN : COLUMN + W] = value`, or `+=`: this program alone owns these elements.
+
+    Arguments as in `read`. A descriptor needs no pointers: as many as there are values would not fit beside them.
+    """
+    if TMA:
+        if ADD:
+            value += target.load([b, h, row, COLUMN]).reshape(R, W)
+        target.store([b, h, row, COLUMN], value.reshape(1, 1, R, W))
+    else:
+        r = tl.arange(0, R)
+        c = COLUMN + tl.arange(0, W)
+        start = target + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
+        pointers = start + tl.cast(row, tl.int64) * stride_l + r[:, None] * stride_l + c[None, :]
+        inside = (row + r < rows)[:, None] & (c < width)[None, :]
+        if ADD:
+            value += tl.load(pointers, mask=inside, other=0.0)
+        tl.store(pointers, value, mask=inside)
 
 
 @triton.jit
@@ -138,14 +145,15 @@ def tiles_seen(
 
 @triton.jit
 def pairs(i, j, rows_j, doc_i, doc_j, lo, hi, LO: tl.constexpr, HI: tl.constexpr, DOCS: tl.constexpr):
-    """Whether queries `i` see keys `j`, broadcast; `rows_j` is the number of keys."""
-    seen = j < rows_j
+    """Whether queries `i` see keys `j`, broadcast; `rows_j` is the number of keys: those beyond are of no document."""
+    if DOCS:
+        seen = doc_i == doc_j
+    else:
+        seen = j < rows_j
     if LO:
         seen = seen & (j >= i + lo)
     if HI:
         seen = seen & (j <= i + hi)
-    if DOCS:
-        seen = seen & (doc_i == doc_j)
     return seen
 
 

@@ -54,57 +54,62 @@ def width_of(dim: int) -> Width:
     return Width(main * 2, 0) if rest >= main else Width(main, rest)
 
 
-# By the larger of the head dims of keys and values, in 16-bit inputs. `benchmarks/attention_compile.py` compiles all of
-# them: none spills a register.
+# By the larger of the head dims of keys and values. `benchmarks/attention_compile.py` compiles all of them, and fails where
+# one of 16-bit inputs spills a register. Through tensor descriptors, on Hopper:
 _HOPPER: dict[Kind, dict[int, Tiles]] = {
     "forward": {
         64: Tiles(128, 128, 8, 3),
-        96: Tiles(128, 64, 8, 3),
-        128: Tiles(128, 64, 8, 3),
+        96: Tiles(128, 128, 8, 2),
+        128: Tiles(128, 128, 8, 2),
         192: Tiles(128, 64, 8, 2),
         256: Tiles(128, 64, 8, 2),
     },
-    "dkdv": {64: Tiles(64, 128, 8, 3), 96: Tiles(64, 64, 8, 2), 128: Tiles(64, 128, 8, 2), 192: Tiles(32, 64, 8, 2)},
-    "dk": {256: Tiles(32, 64, 8, 2)},
-    "dv": {256: Tiles(32, 64, 8, 2)},
+    "dkdv": {64: Tiles(64, 128, 8, 3), 96: Tiles(64, 128, 8, 3), 128: Tiles(64, 128, 8, 2), 192: Tiles(64, 64, 8, 2)},
+    "dk": {256: Tiles(64, 64, 8, 2)},
+    "dv": {256: Tiles(64, 128, 8, 2)},
     "dq": {
-        64: Tiles(128, 64, 8, 3),
-        96: Tiles(128, 64, 8, 2),
+        64: Tiles(128, 128, 8, 2),
+        96: Tiles(128, 128, 8, 2),
         128: Tiles(128, 64, 8, 2),
-        192: Tiles(64, 64, 8, 2),
-        256: Tiles(64, 32, 8, 2),
+        192: Tiles(128, 64, 8, 2),
+        256: Tiles(128, 32, 8, 2),
     },
 }
 
-# Any other GPU: within the 99 KiB of shared memory of compute capability 8.6.
+# The same where documents are compared, which takes registers: what differs.
+_HOPPER_DOCUMENTS: dict[Kind, dict[int, Tiles]] = {"dk": {256: Tiles(32, 64, 8, 2)}, "dq": {256: Tiles(64, 64, 8, 2)}}
+
+# By pointers, on any GPU: within the 99 KiB of shared memory of compute capability 8.6.
 _ANY: dict[Kind, dict[int, Tiles]] = {
-    "forward": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 2)},
-    "dkdv": {64: Tiles(32, 64, 4, 2), 128: Tiles(32, 32, 4, 2)},
-    "dk": {256: Tiles(16, 32, 4, 2)},
-    "dv": {256: Tiles(16, 32, 4, 2)},
+    "forward": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 8, 2)},
+    "dkdv": {96: Tiles(32, 64, 4, 2), 128: Tiles(32, 32, 4, 2), 192: Tiles(16, 32, 4, 2)},
+    "dk": {192: Tiles(32, 32, 8, 2), 256: Tiles(16, 32, 4, 2)},
+    "dv": {192: Tiles(32, 32, 8, 2), 256: Tiles(16, 32, 4, 2)},
     "dq": {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(32, 16, 4, 2)},
 }
 
-# float32 inputs take twice the room.
+# float32 inputs, by pointers or not. Three products of tf32 for one hold operands in registers, and spill: right, not fast.
 _FLOAT32: dict[Kind, dict[int, Tiles]] = {
-    "forward": {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 16, 4, 1)},
-    "dkdv": {64: Tiles(32, 32, 4, 2), 128: Tiles(16, 32, 4, 1)},
-    "dk": {256: Tiles(16, 16, 4, 1)},
-    "dv": {256: Tiles(16, 16, 4, 1)},
-    "dq": {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 16, 4, 1), 256: Tiles(16, 16, 4, 1)},
+    "forward": {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 16, 4, 2)},
+    "dkdv": {64: Tiles(32, 32, 4, 2), 192: Tiles(16, 16, 4, 2)},
+    "dk": {256: Tiles(16, 16, 4, 2)},
+    "dv": {256: Tiles(16, 16, 4, 2)},
+    "dq": {64: Tiles(32, 32, 4, 2), 256: Tiles(16, 16, 4, 2)},
 }
 
-_INTERPRETED = Tiles(16, 16, 1, 1)
+INTERPRETED = Tiles(16, 16, 1, 1)
+"""The interpreter's cost is by the tile; these are small enough for small tests to have several."""
 
 
-def tiles_for(kind: Kind, dim: int, itemsize: int, machine: Machine) -> Tiles:
-    """The configuration of a kernel at head dim `dim`: of the least dim in its table that covers it."""
-    if machine.interpreted:
-        return _INTERPRETED
-    table = (_FLOAT32 if itemsize > 2 else _HOPPER if machine.hopper else _ANY)[kind]
-    return table[min(covers)] if (covers := [d for d in table if d >= dim]) else table[max(table)]
+def tiles_for(kind: Kind, dim: int, itemsize: int, documents: bool, tma: bool) -> Tiles:
+    """The configuration of a kernel at head dim `dim`: that of the least dim in its table that covers it."""
+    table = (_FLOAT32 if itemsize > 2 else _HOPPER if tma else _ANY)[kind]
+    covers = min((covered for covered in table if covered >= dim), default=max(table))
+    if documents and table is _HOPPER[kind]:
+        return _HOPPER_DOCUMENTS.get(kind, table).get(covers, table[covers])
+    return table[covers]
 
 
-def splits_backward(dim: int) -> bool:
-    """Whether dk and dv take a kernel each: together they do not fit into the registers."""
-    return dim > 192
+def splits_backward(columns: int) -> bool:
+    """Whether dk and dv, `columns` wide together, take a kernel each: they do not fit into the registers at once."""
+    return columns > 320

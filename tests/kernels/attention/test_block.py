@@ -221,7 +221,7 @@ def test_tensor_descriptors_and_pointers_read_the_same(dims, monkeypatch):
 @pytest.mark.parametrize("sizes", [(32, 16), (16, 32)])
 @interpreted
 def test_tiles_need_not_be_square(sizes, monkeypatch):
-    monkeypatch.setattr(launch, "tiles_for", lambda *_: Tiles(*sizes, 1, 1))
+    monkeypatch.setattr(launch, "INTERPRETED", Tiles(*sizes, 1, 1))
     ids = [0] * 20 + [1] * 50
     p = problem(70, 70, 16, docs=(ids, ids))
     run(p, Span(0, 0, left=30, right=0)).check(expected(p, Span(0, 0, left=30, right=0)), EXACT)
@@ -266,6 +266,8 @@ def test_what_the_kernels_do_not_take_is_refused():
     assert "3 query heads and 2 key" in refused("attention-heads", problem(5, 5, 16, heads=(3, 2)))
     p = problem(5, 5, 16)
     assert "one side" in refused("attention-kernel", p, docs=(torch.zeros(1, 5, dtype=torch.int32),))
+    with pytest.raises(PlanError, match="scale above 0"):
+        block.forward(p.q, p.k, p.v, CAUSAL, 0.0, block.new_state(p.q, p.v))
     state = block.new_state(p.q, p.v)
     assert "unit stride" in refused("attention-kernel", p, block.State(state.acc.mT.contiguous().mT, state.m, state.l))
     assert "apart" in refused("attention-kernel", p, block.State(state.acc, state.m, torch.zeros(1, 2, 9)[..., :5]))

@@ -1,0 +1,326 @@
+"""What the attention kernels become on Hopper: each shipped configuration, compiled for sm_90 without a GPU and counted.
+
+python -m benchmarks.attention_compile                                    # the table; fails where a register is spilled
+python -m benchmarks.attention_compile --page docs/attention_kernels.md   # and writes it into the page
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from meshplan.kernels.attention import peer_ring
+from meshplan.kernels.attention.backward import dkdv_kernel, dq_kernel
+from meshplan.kernels.attention.block import new_state
+from meshplan.kernels.attention.forward import forward_kernel
+from meshplan.kernels.attention.launch import (
+    Docs,
+    Launch,
+    backward_launches,
+    delta_launch,
+    finish_launch,
+    forward_launches,
+)
+from meshplan.kernels.attention.tiles import Machine
+from meshplan.ops.attention.block import Span
+
+SHARED = 232_448
+"""Bytes of shared memory that one program may take on an H100 or H200."""
+TENSOR, MEMORY = 989e12, 4.8e12
+"""FLOP/s in 16 bits and bytes/s of an H200."""
+
+DIMS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+SPANS = {
+    "full": Span(0, 0),
+    "causal": Span(0, 0, right=0),
+    "window": Span(0, 0, left=1023, right=0),
+    "documents": Span(0, 0, right=0),
+}
+BATCH, HEADS, KV_HEADS, LENGTH = 2, 32, 8, 4096
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one kind. `path`: through tensor descriptors (tma), by pointers (ptr), or in float32 (fp32)."""
+
+    d: int
+    dv: int
+    mask: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compiled kernel, counted in its machine code."""
+
+    kernel: str
+    d: str
+    mask: str
+    path: str
+    tile: str
+    warps: int
+    stages: int
+    registers: int
+    spills: int
+    shared: int
+    wgmma: int
+    bulk_loads: int
+    bulk_stores: int
+    async_copies: int
+    global_loads: str
+
+
+def cases() -> list[Case]:
+    """Every shipped configuration; by pointers and in float32 not with every mask."""
+    masks = [*((mask, "tma") for mask in SPANS), ("causal", "ptr"), ("documents", "ptr"), ("causal", "fp32")]
+    return [Case(*dims, *kind) for kind, dims in product(masks, DIMS)]
+
+
+def launches(case: Case) -> Iterator[tuple[str, Launch]]:
+    """What `case` runs, forward and backward, by name; tensors without storage, rows before heads."""
+    dtype = torch.float32 if case.path == "fp32" else torch.bfloat16
+
+    def empty(heads: int, width: int) -> torch.Tensor:
+        return torch.empty(BATCH, LENGTH, heads, width, dtype=dtype, device="meta").transpose(1, 2)
+
+    q, k, v, dout = empty(HEADS, case.d), empty(KV_HEADS, case.d), empty(KV_HEADS, case.dv), empty(HEADS, case.dv)
+    state = new_state(q, v)
+    sums = [torch.empty(x.shape, device="meta") for x in (q, k, v)]
+    ids = torch.empty(BATCH, LENGTH, dtype=torch.int32, device="meta")
+    docs = Docs(ids, ids) if case.mask == "documents" else None
+    machine = Machine(hopper=case.path != "ptr", tf32x3=True)
+    span, scale = SPANS[case.mask], case.d**-0.5
+    for launch in forward_launches(q, k, v, span, scale, state, docs, machine):
+        if launch.kernel is forward_kernel:
+            yield "forward", launch
+    for launch in backward_launches(q, k, v, dout, state.m, state.m, span, scale, *sums, docs, machine):
+        if launch.kernel is dkdv_kernel:
+            yield ("dk" if launch.arguments["DK"] else "") + ("dv" if launch.arguments["DV"] else ""), launch
+        if launch.kernel is dq_kernel:
+            yield "dq", launch
+
+
+def small_launches() -> Iterator[tuple[str, Launch]]:
+    """The kernels around: of no head dim's own."""
+    x = torch.empty(BATCH, LENGTH, HEADS, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    state = new_state(x, x)
+    ids = torch.empty(BATCH, LENGTH, dtype=torch.int32, device="meta")
+    yield "finish", finish_launch(state, x, state.m, torch.empty(HEADS, device="meta"))
+    yield "delta", delta_launch(x, x, state.m)
+    (limits, *_) = forward_launches(x, x, x, Span(0, 0), 1.0, state, Docs(ids, ids), Machine(hopper=True))
+    yield "document limits", limits
+    flags, table = torch.empty(8, dtype=torch.int32, device="meta"), torch.empty(8, dtype=torch.int64, device="meta")
+    arguments = {
+        **dict.fromkeys(("out", "ready", "finished"), flags),
+        **dict.fromkeys(("windows", "taken_at"), table),
+        **dict.fromkeys(("source", "rank", "epoch"), 3),
+        "offset": 1 << 20,
+        "words": 1 << 20,
+        "BLOCK": peer_ring._BLOCK,
+    }
+    yield "pull from a peer", Launch(peer_ring.pull_kernel, peer_ring._PROGRAMS, arguments, 4, 3)
+
+
+def source(launch: Launch) -> ASTSource:
+    """What Triton's launcher would compile for these arguments."""
+    signature, constants, attributes = {}, {}, {}
+    for at, parameter in enumerate(launch.kernel.params):
+        name, value = parameter.name, launch.arguments[parameter.name]
+        if isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{_NAMES[value.base.dtype]}{list(value.block_shape)}>"
+        elif isinstance(value, torch.Tensor):
+            signature[name] = "*" + _NAMES[value.dtype]
+            attributes[(at,)] = [["tt.divisibility", 16]]
+        elif parameter.is_constexpr or value is None or (value == 1 and not parameter.do_not_specialize):
+            signature[name], constants[name] = "constexpr", value
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(at,)] = [["tt.divisibility", 16]]
+    return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def compiled(name: str, launch: Launch, case: Case | None = None) -> Row:
+    """Compile one launch and count."""
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    made = triton.compile(source(launch), target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+        code = _tool("nvdisasm", file.name)
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers is not None, usage
+    count = Counter(re.findall(r"\b(LDL|STL|HGMMA|UTMALDG|UTMASTG|LDGSTS)\b", code))
+    get = launch.arguments.get
+    return Row(
+        name,
+        "" if case is None else f"{case.d}" if case.d == case.dv else f"{case.d}/{case.dv}",
+        "" if case is None else case.mask,
+        "" if case is None else case.path,
+        f"{get('BM')} x {get('BN')}" if "BM" in launch.arguments else str(get("R") or get("T") or get("BLOCK")),
+        launch.warps,
+        launch.stages,
+        int(registers[1]),
+        count["LDL"] + count["STL"],
+        made.metadata.shared,
+        count["HGMMA"],
+        count["UTMALDG"],
+        count["UTMASTG"],
+        count["LDGSTS"],
+        _widths(made.asm["ptx"]),
+    )
+
+
+def _widths(ptx: str) -> str:
+    """How wide global loads are, asynchronous copies included: "16 B x 24, 4 B x 8"."""
+    found: Counter[int] = Counter()
+    for vector, bits in re.findall(r"\bld\.(?:\w+\.)*?global(?:\.\w+(?:::\w+)?)*?(?:\.(v\d))?\.[bu](\d+)\s", ptx):
+        found[int(vector[1:] or 1) * int(bits) // 8 if vector else int(bits) // 8] += 1
+    for size in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?,\s*(0x[0-9a-f]+|\d+)", ptx):
+        found[int(size, 0)] += 1
+    return ", ".join(f"{size} B x {n}" for size, n in sorted(found.items(), reverse=True))
+
+
+def _tool(name: str, *arguments: str) -> str:
+    return subprocess.run([_TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def rows_of(case: Case | None) -> list[Row]:
+    if case is None:
+        return [compiled(name, launch) for name, launch in small_launches()]
+    return [compiled(name, launch, case) for name, launch in launches(case)]
+
+
+def wrong(row: Row) -> list[str]:
+    """What a shipped configuration must not be."""
+    found = []
+    if row.spills and row.path != "fp32":
+        found.append(f"spills registers {row.spills} times")
+    if row.shared >= SHARED:
+        found.append(f"takes {row.shared} bytes of shared memory")
+    if row.path == "tma" and not (row.wgmma and row.bulk_loads):
+        found.append("does not use wgmma and bulk loads")
+    return found
+
+
+def roofline() -> list[dict[str, Any]]:
+    """FLOPs and bytes of one pair of blocks, each tensor read or written once, and what they take at the machine's limits."""
+    rows = []
+    tokens = BATCH * LENGTH
+    for (d, dv), mask in product(DIMS, ("full", "causal")):
+        pairs = BATCH * HEADS * LENGTH * (LENGTH if mask == "full" else (LENGTH + 1) / 2)
+        inputs = 2 * tokens * (HEADS * d + KV_HEADS * (d + dv))
+        forward = inputs + 2 * 4 * tokens * HEADS * (dv + 2)
+        split = d + dv > 320
+        # Each kernel reads q, k, v, dout, lse and delta, and reads and writes the sums that it owns.
+        reads = inputs + 2 * tokens * HEADS * dv + 8 * tokens * HEADS
+        backward = (3 if split else 2) * reads + 8 * tokens * (HEADS * d + KV_HEADS * (d + dv))
+        # dq: s, ds, dq. dk and dv together: s, dv, ds, dk; apart s is computed in both.
+        products = {"forward": d + dv, "backward": (2 * d + dv) + (3 * d + 2 * dv if split else 2 * d + 2 * dv)}
+        for name, moved in (("forward", forward), ("backward", backward)):
+            flops = 2 * pairs * products[name]
+            rows.append(
+                {
+                    "d": f"{d}" if d == dv else f"{d}/{dv}",
+                    "mask": mask,
+                    "pass": name,
+                    "gflop": flops / 1e9,
+                    "mb": moved / 1e6,
+                    "tensor_us": flops / TENSOR * 1e6,
+                    "memory_us": moved / MEMORY * 1e6,
+                }
+            )
+    return rows
+
+
+_PROSE = f"""
+Compiled for sm_90 by Triton {triton.__version__} and its ptxas: nothing here ran on a GPU. Batch {BATCH},
+{HEADS} heads on {KV_HEADS} key heads, {LENGTH} queries and keys, rows before heads. *tile* is queries x keys.
+*spills* are LDL and STL in the machine code, *wgmma* HGMMA, *bulk loads* and *stores* UTMALDG and
+UTMASTG, *async copies* LDGSTS; *global loads* are those of the PTX, by width. *path* `tma` is what Hopper runs; `ptr` serves tensors that do not begin or step by 16 bytes, and other GPUs;
+`fp32` are float32 inputs, with three products of tf32 for one: right, and slow, as the spills say. float16 compiles as
+bfloat16 does. The script fails where `tma` or `ptr` spills or takes {SHARED:,} bytes of shared memory, or `tma` is
+without wgmma or bulk loads. `python -m benchmarks.attention_compile --page docs/attention_kernels.md` writes this.
+"""
+
+_ROOF = f"""
+What one call on these sizes multiplies and moves, each tensor read or written once and the float32 sums in and out, and
+how long that takes at {TENSOR / 1e12:.0f} TFLOP/s and at {MEMORY / 1e12:.1f} TB/s: worked out, not measured.
+Backward makes 7 products where 5 would do, 8 where dk and dv are apart: the price of no atomics.
+"""
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as a Markdown table."""
+    head = list(rows[0])
+    numbers = [not isinstance(rows[0][key], str) for key in head]
+
+    def shown(value: Any) -> str:
+        return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+    lines = [" | ".join(key.replace("_", " ") for key in head), " | ".join("---:" if n else "---" for n in numbers)]
+    lines += [" | ".join(shown(row[key]) for key in head) for row in rows]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def write_section(page: Path, title: str, body: str) -> None:
+    """Replace the section `title` of a page, up to the next one, or add it at the end."""
+    text = page.read_text(encoding="utf-8")
+    section = f"## {title}\n\n{body.strip()}\n"
+    found = re.search(rf"^## {re.escape(title)}\n.*?(?=^## |\Z)", text, re.S | re.M)
+    after = "" if found is None or found.end() == len(text) else "\n"
+    text = (
+        f"{text.rstrip()}\n\n{section}"
+        if found is None
+        else text[: found.start()] + section + after + text[found.end() :]
+    )
+    page.write_text(text, encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="head dim/mask/path, each or none of them: 256/causal/tma")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--page", type=Path, help="write the tables into this page")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    wanted = set(filter(None, given.only.split("/")))
+    chosen: list[Case | None] = [case for case in cases() if wanted <= {str(case.d), case.mask, case.path}]
+    if not wanted:
+        chosen.append(None)
+    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
+        rows = [row for found in pool.map(rows_of, chosen) for row in found]
+    faults = [f"{row.kernel} {row.d} {row.mask} {row.path}: {fault}" for row in rows for fault in wrong(row)]
+    if given.json:
+        print(json.dumps({"rows": [asdict(row) for row in rows], "roofline": roofline(), "faults": faults}, indent=1))
+    else:
+        print(table([asdict(row) for row in rows]), table(roofline()), *faults, sep="\n\n")
+    if given.page is not None:
+        write_section(given.page, "Compiled", _PROSE + "\n" + table([asdict(row) for row in rows]))
+        write_section(given.page, "Limits", _ROOF + "\n" + table(roofline()))
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
