@@ -1,0 +1,128 @@
+"""Experts over ranks by all-to-all: tokens travel to the ranks of their experts, and results travel home.
+
+With n ranks, E/n experts each, and W = n:
+
+    counts    all_to_all of [n, E/n] integers; then this rank knows all sizes, and waits for the device once
+    forward   all_to_all of a row per (token, expert) -> experts -> all_to_all back -> weighted sum at home
+    backward  the same two with gradients: that of a row goes to its expert, that of what the expert read comes home
+
+With `dedup` a row travels once per (token, rank): indices and weights go beside it, the rank of the experts weighs and sums
+what a token's experts there give, and one row a (token, rank) comes home. For T tokens a rank, k choices and rows of H numbers,
+routed evenly (expected; W - 1 of W rows leave the rank, the others stay):
+
+    plain    T k H (W-1)/W                     dedup   T W (1 - (1 - 1/W)^k) H (W-1)/W        each way
+
+which is a third less at k = 8, W = 8. In half precision the sum of a rank is rounded before it travels, which plain does not do.
+
+Every rank issues the same collectives for any routing, with no token, or no row for its experts, too. What backward needs is
+kept: the experts' results on the side that weighs them, and indices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshplan import compat
+from meshplan.ops.derivative import require_first
+from meshplan.ops.experts.contract import Body, apply_body, balanced, host, refuse_indices
+from meshplan.ops.experts.routing import Pairs, collect, combine, expand, pairs_of, regroup, sorted_slots
+from meshplan.runtime.comm import AxisGroup
+
+
+def alltoall_experts(
+    tokens: Tensor, indices: Tensor, weights: Tensor, body: Body, experts: int, group: AxisGroup, dedup: bool = False
+) -> Tensor:
+    """`routed_experts` by all-to-all.
+
+    Raises:
+        PlanError: `expert-index`, on all ranks of `group` together.
+    """
+    if dedup and group.size > 1:
+        return _dedup(tokens, indices, weights, body, experts, group)
+    slots, counts = sorted_slots(indices, experts)
+    came, sent = _exchange_counts(counts.view(group.size, -1), indices, experts, group)
+    send, receive = [sum(row) for row in sent.put], [sum(row) for row in sent.came]
+    mine = pairs_of(slots, sum(send), indices.shape[1])
+    arrived = _Deal.apply(expand(tokens, mine), None, group, send, receive)
+    there, back = regroup(came, sum(receive))
+    y = apply_body(body, expand(arrived, there), [sum(column) for column in zip(*sent.came, strict=True)])
+    home = _Deal.apply(expand(y, back), arrived, group, receive, send)
+    return combine(home, weights, mine)
+
+
+def _dedup(tokens: Tensor, indices: Tensor, weights: Tensor, body: Body, experts: int, group: AxisGroup) -> Tensor:
+    n, k, local = group.size, indices.shape[1], experts // group.size
+    ranks = torch.arange(n, device=indices.device)
+    # [T, n]: the rank itself where one of the token's experts is on it.
+    owner = torch.div(indices, local, rounding_mode="floor")
+    goes = (owner[:, :, None] == ranks).any(1)
+    slots, rows = sorted_slots(torch.where(goes, ranks, -1), n)
+    counts = sorted_slots(indices, experts)[1].view(n, local)
+    _, sent = _exchange_counts(torch.cat([rows[:, None], counts], 1), indices, experts, group)
+    send, receive = [row[0] for row in sent.put], [row[0] for row in sent.came]
+    mine = _narrow(pairs_of(slots, sum(send), n), min(k, n))
+    chosen = indices[mine.rows] - (mine.slots % n * local)[:, None]
+    chosen = torch.where((chosen >= 0) & (chosen < local), chosen, -1).to(torch.int32)
+    came = group.all_to_all_uneven(chosen, send, receive)
+    # Backward walks from the last to the first: on every rank the gradient of rows comes home before that of weights.
+    heavy = _Deal.apply(expand(weights, mine), None, group, send, receive)
+    arrived = _Deal.apply(expand(tokens, mine), None, group, send, receive)
+    own = [sum(column) for column in zip(*[row[1:] for row in sent.came], strict=True)]
+    there = pairs_of(sorted_slots(came, local)[0], sum(own), k)
+    y = apply_body(body, expand(arrived, there), own)
+    home = _Deal.apply(combine(y, heavy, there), arrived, group, receive, send)
+    return collect(home, mine)
+
+
+def _narrow(pairs: Pairs, most: int) -> Pairs:
+    """`pairs` with the places of a row's few pairs in front of its empty ones, cut to `most`."""
+    place = pairs.place.sort(1).values[:, :most]
+    return Pairs(pairs.rows, pairs.slots, place, False)
+
+
+class _Sizes:
+    """The counts exchange on the host: `put[i]` is what this rank told rank i, `came[i]` what that told."""
+
+    def __init__(self, put: list[list[int]], came: list[list[int]]) -> None:
+        self.put, self.came = put, came
+
+
+def _exchange_counts(put: Tensor, indices: Tensor, experts: int, group: AxisGroup) -> tuple[Tensor, _Sizes]:
+    """Tell each rank its row of `put` [n, c]. The one place where the host waits for the device.
+
+    A rank whose indices name no expert tells so instead, so that all raise. Shape-only ranks (fake tensors) assume that tokens
+    are spread evenly.
+    """
+    put = torch.where((indices >= experts).any(), -1, put)
+    came = group.all_to_all(put, 0, 0)
+    if compat.is_fake(put):
+        local = experts // group.size
+        rows = balanced(indices.shape, experts, group.size, put.shape[1] > local)
+        return came, _Sizes(rows, [rows[group.rank]] * group.size)
+    sizes = host(torch.stack([put, came]))
+    refuse_indices(min(min(row) for row in sizes[0] + sizes[1]) < 0, experts)
+    return came, _Sizes(*sizes)
+
+
+class _Deal(torch.autograd.Function):
+    """Rows to their ranks; gradients the way back.
+
+    `tie` is what the rows were computed from after it had arrived: that exchange then has its backward on every rank, also where
+    no row came and the body returned something that does not depend on its input.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, tie: Tensor | None, group: AxisGroup, send: list[int], receive: list[int]
+    ) -> Tensor:
+        ctx.group, ctx.send, ctx.receive = group, send, receive
+        out = group.all_to_all_uneven(x, send, receive)
+        return out.view_as(out) if out is x else out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        require_first("experts")
+        return ctx.group.all_to_all_uneven(grad, ctx.receive, ctx.send), None, None, None, None

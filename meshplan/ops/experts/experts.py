@@ -1,0 +1,57 @@
+"""Routed experts whose experts are split over ranks: the semantic op, on this rank's tokens and this rank's experts."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from meshplan.errors import PlanError
+from meshplan.ops.experts.allgather import allgather_experts
+from meshplan.ops.experts.alltoall import alltoall_experts
+from meshplan.ops.experts.contract import Body, check
+from meshplan.runtime.comm import AxisGroup
+
+DISPATCHES = ("alltoall", "allgather")
+
+
+def routed_experts(
+    tokens: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    body: Body,
+    *,
+    experts: int,
+    group: AxisGroup,
+    dispatch: str = "alltoall",
+    dedup: bool = False,
+    equal: bool = False,
+) -> Tensor:
+    """out[t] = sum over j of weights[t, j] expert_(indices[t, j])(tokens[t]), experts anywhere in `group`.
+
+    Rank r of the group holds experts r E/n to (r + 1) E/n - 1. Every token is computed (`capacity.py` drops some first, where a
+    model does). All ranks issue the same collectives for any routing; ranks may have unequal numbers of tokens, or none.
+
+    Gradients of `tokens` and `weights` are those of this rank's loss and all others'; an expert's gradient is the *sum* over
+    all tokens that it saw of whichever rank. Where ranks' losses are averaged, the lowering divides it by the number of data
+    ranks (not by that of the expert's copies: it would be `ep` times too large).
+
+    Arguments:
+        tokens: [T, H]; indices: integers [T, k], negative for a choice that no expert takes; weights: [T, k].
+        body: this rank's experts on sorted rows, see `Body`.
+        experts: how many there are on all ranks.
+        group: the ranks that share one copy of them.
+        dispatch: `alltoall` (any size) or `allgather` (small groups: the bytes do not depend on the routing).
+        dedup: for `alltoall`: a token travels once per rank and not once per expert.
+        equal: for `allgather`: all ranks have as many tokens.
+
+    Returns:
+        [T, H] in the dtype of `tokens`.
+
+    Raises:
+        PlanError: `experts-shape`, `experts-split`, `expert-index`, `bad-value`.
+    """
+    check(tokens, indices, weights, experts, group)
+    if dispatch == "alltoall":
+        return alltoall_experts(tokens, indices, weights, body, experts, group, dedup)
+    if dispatch == "allgather":
+        return allgather_experts(tokens, indices, weights, body, experts, group, equal)
+    raise PlanError(f"experts have no dispatch {dispatch!r}", code="bad-value", legal=list(DISPATCHES))
