@@ -36,13 +36,14 @@ def check(tokens: Tensor, indices: Tensor, weights: Tensor, experts: int, group:
 
 
 def apply_body(body: Body, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """The experts' result. Raises PlanError `experts-shape` if it has not the shape of `x`."""
+    """The experts' result, in the dtype of `x` (under autocast they compute in another). Raises PlanError `experts-shape` if it
+    has not the shape of `x`."""
     y = body(x, tuple(counts))
     if y.shape != x.shape:
         raise PlanError(
             f"experts made {list(y.shape)} of {list(x.shape)}", code="experts-shape", legal="a row for every row"
         )
-    return y
+    return y.to(x.dtype)
 
 
 def refuse_indices(bad: bool, experts: int) -> None:

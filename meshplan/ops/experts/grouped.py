@@ -37,7 +37,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float = 1.702, limit: float 
 def grouped_linear(
     x: Tensor, counts: Sequence[int], weight: Tensor, bias: Tensor | None = None, turned: bool = False
 ) -> Tensor:
-    """Each row times the weight of its expert.
+    """Each row times the weight of its expert; under autocast in its dtype, as `F.linear`.
 
     Arguments:
         x: [N, in]; counts: rows of each expert, N in all.
@@ -58,6 +58,7 @@ def grouped_linear(
             code="experts-shape",
             legal="rows [N, in] with N the sum of the counts, weights [E, out, in] (turned: [E, in, out]), biases [E, out]",
         )
+    x, weight, bias = _as_autocast(x), _as_autocast(weight), None if bias is None else _as_autocast(bias)
     return _Grouped.apply(x, weight, bias, tuple(counts), turned)  # type: ignore[no-any-return]
 
 
@@ -123,6 +124,13 @@ class _Grouped(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             db = torch.stack([rows.sum(0) for rows in grad.split(list(ctx.counts))])
         return dx, dw, db, None, None
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    kind = x.device.type
+    if x.dtype == torch.float64 or not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 def _rows_times(x: Tensor, weight: Tensor, counts: tuple[int, ...], bias: Tensor | None = None) -> Tensor:

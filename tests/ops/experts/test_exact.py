@@ -54,6 +54,20 @@ def test_ranks_with_equal_tokens_need_not_ask_for_them():
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_half_precision_comes_back_as_it_went_and_indices_may_be_int32(method):
+    def work(group: AxisGroup) -> Tensor:
+        x = torch.full((3, 2), 1.0 + group.rank, dtype=torch.bfloat16, requires_grad=True)
+        chosen, weights = torch.tensor([[0, 1], [1, 0], [1, 1]], dtype=torch.int32), torch.full((3, 2), 0.5)
+        out = routed_experts(x, chosen, weights, lambda x, _: x.float() * 2, experts=2, group=group, **METHODS[method])
+        out.sum().backward()
+        assert out.dtype == x.grad.dtype == torch.bfloat16 and torch.equal(x.grad, torch.full_like(x, 2.0))
+        return out
+
+    for rank, out in enumerate(two(work)):
+        assert torch.equal(out, torch.full((3, 2), 2.0 + 2 * rank, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_reruns_are_the_same_bit_by_bit(method):
     first, second = (simulated(Case(UNEVEN[4], k=4), METHODS[method]) for _ in range(2))
     for one, other in zip(first, second, strict=True):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshplan.errors import PlanError
+from meshplan.ops.experts import grouped
 from meshplan.ops.experts.grouped import clamped_swiglu, grouped_linear, grouped_mlp
 
 E, H, W = 4, 5, 3
@@ -64,6 +65,31 @@ def test_idle_experts_have_gradients_of_zeros(counts):
     for e, count in enumerate(counts):
         assert bool(weight.grad[e].any()) == bool(count) and bool((bias.grad[e] == count).all())
     assert x.grad.shape == x.shape
+
+
+def test_autocast_computes_as_for_linear():
+    x, weight = draw(sum(COUNTS), H).float(), draw(E, W, H).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = grouped_linear(x, COUNTS, weight)
+        expected = torch.cat([F.linear(rows, w) for rows, w in zip(x.split(COUNTS), weight, strict=True)])
+    assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_launch_is_the_same_as_one_matmul_an_expert(turned, monkeypatch):
+    """torch's grouped matmul, here on the CPU: what it is handed, and that idle experts get zeros."""
+    torch.manual_seed(0)
+    x = torch.randn(sum(COUNTS), 16).bfloat16().requires_grad_()
+    weight = torch.randn((E, 16, 8) if turned else (E, 8, 16)).bfloat16().requires_grad_()
+    bias = torch.randn(E, 8).bfloat16().requires_grad_()
+    grad, results = torch.randn(sum(COUNTS), 8).bfloat16(), []
+    for one_launch in (False, True):
+        monkeypatch.setattr(grouped, "_in_one_launch", lambda *_, answer=one_launch: answer)
+        out = grouped_linear(x, COUNTS, weight, bias, turned)
+        results.append((out, *torch.autograd.grad(out, (x, weight, bias), grad)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+    assert not results[1][2][1].any()
 
 
 def test_gptoss_unit_is_clamped():
