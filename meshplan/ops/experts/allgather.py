@@ -3,9 +3,10 @@
     forward    all_gather of sizes (unless equal), indices, weights, tokens -> own experts -> reduce_scatter
     backward   all_gather of the gradient -> reduce_scatter of that of tokens, then of that of weights
 
-Each rank sends (n-1) T H numbers each way whatever the routing, beside k (n-1) T indices and weights: less than all-to-all
-where n is not above k + 1, and no row waits for counts to be exchanged. Ranks with fewer tokens send padding. Sums over ranks
-are in the dtype of the tokens.
+Each rank sends (n-1) T H numbers each way whatever the routing, beside k (n-1) T indices and weights: less than plain all-to-all
+where n is below k, never less than once per rank, but no row waits for counts. Ranks with fewer tokens send padding. Sums over
+ranks are in the dtype of the tokens. The host waits for the device once for this rank's counts, and once before for sizes unless
+these are equal.
 """
 
 from __future__ import annotations

@@ -43,6 +43,9 @@ def load_balance_loss(
 ) -> Tensor:
     """E sum_e f_e P_e, this rank's share of it.
 
+    The batch is what one call sees: accumulated over microbatches, the sum is that of each one's own loss, not the loss of them
+    together, since f and P multiply.
+
     Arguments:
         probabilities: [T, E], the router's softmax; those of several layers one behind the other, as Mixtral does.
         indices: integers [T, k], the experts chosen, before any is dropped.

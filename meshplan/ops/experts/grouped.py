@@ -144,8 +144,11 @@ def _rows_times(x: Tensor, weight: Tensor, counts: tuple[int, ...], bias: Tensor
     start = 0
     for e, count in enumerate(counts):
         if count:
-            rows = x[start : start + count]
-            out[start : start + count] = rows @ weight[e] if bias is None else torch.addmm(bias[e], rows, weight[e])
+            rows, made = x[start : start + count], out[start : start + count]
+            if bias is None:
+                torch.mm(rows, weight[e], out=made)
+            else:
+                torch.addmm(bias[e], rows, weight[e], out=made)
             start += count
     return out
 
@@ -157,18 +160,22 @@ def _sums(left: Tensor, right: Tensor, counts: tuple[int, ...]) -> Tensor:
         # Nothing is written for an expert without rows.
         idle = [e for e, count in enumerate(counts) if not count]
         return out.index_fill(0, torch.tensor(idle, device=out.device), 0) if idle else out
-    out = left.new_zeros(len(counts), left.shape[1], right.shape[1])
+    out = left.new_empty(len(counts), left.shape[1], right.shape[1])
     start = 0
     for e, count in enumerate(counts):
         if count:
             torch.mm(left[start : start + count].T, right[start : start + count], out=out[e])
             start += count
+        else:
+            out[e].zero_()
     return out
 
 
 def _in_one_launch(*operands: Tensor) -> bool:
     """Whether torch's grouped matmul takes these: bfloat16 on CUDA from compute capability 9, rows, and widths of 16 bytes."""
-    if any(not x.is_cuda or x.dtype != torch.bfloat16 or min(x.shape) == 0 for x in operands):
+    if not hasattr(F, "grouped_mm") or any(
+        not x.is_cuda or x.dtype != torch.bfloat16 or min(x.shape) == 0 for x in operands
+    ):
         return False
     if any(size % 8 for x in operands for size in x.shape[-2 if x.dim() == 3 else -1 :]):
         return False

@@ -114,9 +114,9 @@ def _of_slot(y: Tensor, pairs: Pairs, j: int) -> Tensor:
     if n == 0:
         return y.new_zeros((place.shape[0], *y.shape[1:]), dtype=wide(y.dtype))
     if pairs.whole:
-        return y[place].to(wide(y.dtype))
+        return y.index_select(0, place).to(wide(y.dtype))
     there = (place < n).view(-1, *[1] * (y.dim() - 1))
-    return torch.where(there, y[place.clamp(max=n - 1)].to(wide(y.dtype)), 0.0)
+    return torch.where(there, y.index_select(0, place.clamp(max=n - 1)).to(wide(y.dtype)), 0.0)
 
 
 def _sum(y: Tensor, pairs: Pairs) -> Tensor:
@@ -130,7 +130,7 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pairs: Pairs) -> Tensor:
         ctx.pairs = pairs
-        return x[pairs.rows]
+        return x.index_select(0, pairs.rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -147,7 +147,7 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         require_first("experts")
-        return grad[ctx.pairs.rows], None
+        return grad.index_select(0, ctx.pairs.rows), None
 
 
 class _Combine(torch.autograd.Function):
@@ -169,7 +169,7 @@ class _Combine(torch.autograd.Function):
         dy = dw = None
         if ctx.needs_input_grad[0]:
             heavy = weights.flatten()[pairs.slots].to(dtype)
-            dy = (heavy[:, None] * grad[pairs.rows]).to(y.dtype)
+            dy = (heavy[:, None] * grad.index_select(0, pairs.rows)).to(y.dtype)
         if ctx.needs_input_grad[1]:
             high = grad.to(dtype)
             dots = [(_of_slot(y, pairs, j) * high).sum(-1) for j in range(weights.shape[1])]

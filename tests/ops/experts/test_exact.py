@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from meshplan.errors import PlanError
@@ -72,6 +74,18 @@ def test_reruns_are_the_same_bit_by_bit(method):
     first, second = (simulated(Case(UNEVEN[4], k=4), METHODS[method]) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_drawn_problems_are_one_device(data):
+    n = data.draw(st.sampled_from([1, 2, 3, 4]), "ranks")
+    experts = n * data.draw(st.integers(1, 3), "experts of a rank")
+    tokens = tuple(data.draw(st.lists(st.integers(0, 5), min_size=n, max_size=n), "tokens"))
+    k = data.draw(st.integers(1, min(8, experts)), "choices")
+    routings = ROUTINGS if experts > 1 else ["random", "same", "holes"]
+    case = Case(tokens, experts, k, data.draw(st.sampled_from(routings), "routing"), data.draw(st.booleans(), "bias"))
+    check(case, simulated(case, METHODS[data.draw(st.sampled_from(list(METHODS)), "method")]))
 
 
 GLOO = [
