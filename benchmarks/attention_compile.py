@@ -257,11 +257,12 @@ def roofline() -> list[dict[str, Any]]:
 _PROSE = f"""
 Compiled for sm_90 by Triton {triton.__version__} and its ptxas: nothing here ran on a GPU. Batch {BATCH},
 {HEADS} heads on {KV_HEADS} key heads, {LENGTH} queries and keys, rows before heads. *tile* is queries x keys.
-*spills* are LDL and STL in the machine code, *wgmma* HGMMA, *bulk loads* and *stores* UTMALDG and
-UTMASTG, *async copies* LDGSTS; *global loads* are those of the PTX, by width. *path* `tma` is what Hopper runs; `ptr` serves tensors that do not begin or step by 16 bytes, and other GPUs;
-`fp32` are float32 inputs, with three products of tf32 for one: right, and slow, as the spills say. float16 compiles as
-bfloat16 does. The script fails where `tma` or `ptr` spills or takes {SHARED:,} bytes of shared memory, or `tma` is
-without wgmma or bulk loads. `python -m benchmarks.attention_compile --page docs/attention_kernels.md` writes this.
+*spills* are LDL and STL in the machine code, *wgmma* HGMMA, *bulk loads* and *stores* UTMALDG and UTMASTG, *async
+copies* LDGSTS; *global loads* are those of the PTX, by width. *path* `tma` is what Hopper runs; `ptr` serves tensors
+that do not begin or step by 16 bytes, and other GPUs; `fp32` are float32 inputs, with three products of tf32 for one:
+right, and slow, as the spills say. float16 compiles as bfloat16 does. The script fails where `tma` or `ptr` spills or
+takes {SHARED:,} bytes of shared memory, or `tma` is without wgmma or bulk loads.
+`python -m benchmarks.attention_compile --page docs/attention_kernels.md` writes this.
 """
 
 _ROOF = f"""

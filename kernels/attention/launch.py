@@ -67,6 +67,8 @@ class Limits:
 
     def rows(self, rows: int, others: int) -> tuple[int, int]:
         """First and one past the last of `rows` that see any of `others`."""
+        if self.lo is not None and self.hi is not None and self.lo > self.hi:
+            return (0, 0)
         first = 0 if self.hi is None else max(0, -self.hi)
         stop = rows if self.lo is None else min(rows, others - self.lo)
         return (first, stop) if first < stop and others else (0, 0)
