@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshplan import compat
 from meshplan.compiler.bind import Bound
-from meshplan.compiler.context import in_order
+from meshplan.compiler.context import AXIS, in_order
 from meshplan.compiler.frames import positional_names
 from meshplan.compiler.kinds import Kind, N
 from meshplan.compiler.opaque import refuse_state
@@ -70,11 +70,14 @@ def by_name(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any] | Tensor
     return dict(zip(names, many, strict=False))
 
 
-def example_inputs(model: nn.Module, bound: Bound, inputs: Any, axes: Sequence[str]) -> dict[str, Example]:
+def example_inputs(
+    model: nn.Module, bound: Bound, inputs: Any, axes: Sequence[str], degrees: Mapping[str, int] | None = None
+) -> dict[str, Example]:
     """What forward is traced with. The caller's inputs replace the plan's of the same name but keep its `place`; one that
     is `OMITTED` is not passed.
 
-    Raises PlanError: `no-inputs` where neither gives a shape, `argument-state` for objects that carry tensors.
+    Raises PlanError: `no-inputs` where neither gives a shape, `argument-state` for objects that carry tensors,
+    `input-not-divisible` for a sequence that cp, one of `degrees`, does not divide.
     """
     given = by_name(model, inputs)
     out: dict[str, Example] = {}
@@ -95,7 +98,20 @@ def example_inputs(model: nn.Module, bound: Bound, inputs: Any, axes: Sequence[s
         if value is OMITTED:
             continue
         out[name] = _example(name, value, bound, axes)
+        for leaf in out[name].leaves:
+            _refuse_uneven_halves(leaf, axes, degrees or {})
     return out
+
+
+def _refuse_uneven_halves(leaf: Leaf, axes: Sequence[str], degrees: Mapping[str, int]) -> None:
+    """A sequence in zigzag order is cut in two pieces a rank, whatever length a call has."""
+    for axis, kind in zip(axes, leaf.kinds, strict=False):
+        pieces = 2 * degrees.get(axis, 1)
+        if isinstance(kind, Shard) and axis == AXIS and leaf.shape and leaf.shape[kind.dim] % pieces and kind.parts:
+            raise PlanError(
+                f"dim {kind.dim} of {leaf.key!r} has size {leaf.shape[kind.dim]}, not divided by {axis} {pieces}",
+                code="input-not-divisible", module="", legal=f"a multiple of {pieces}",
+            )  # fmt: skip
 
 
 def _example(name: str, value: Any, bound: Bound, axes: Sequence[str]) -> Example:

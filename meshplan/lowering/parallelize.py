@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshplan import compat
-from meshplan.compiler.compile import compile_core
+from meshplan.compiler.compile import PYTHON_ERRORS, compile_core
 from meshplan.compiler.examples import OMITTED
 from meshplan.compiler.frames import argument_keys
 from meshplan.compiler.fsdp_cuts import by_reduction, fsdp_cuts, kept_whole, sharded_by_fsdp
 from meshplan.compiler.lowered import Core
 from meshplan.compiler.lowered_graph import Lowered
+from meshplan.compiler.source import raised_at, raised_by_us
 from meshplan.errors import PlanError
 from meshplan.lowering.agreement import agree_on, signature_check
 from meshplan.lowering.compiled import compile_units, compiled_arounds, refuse_inner_recompute
@@ -229,15 +230,35 @@ def _session(
             mine.training = mode
         heads = {name.partition(".")[0] for name in core.bound.inputs}
         # From the plan's own mesh: few heads make the program's another one.
-        new = compile_core(
-            pristine, plan, MeshSpec.resolve(plan.mesh, world), {**dict.fromkeys(heads, OMITTED), **given}, rank,
-            check=core.program.checked.how,
-        )  # fmt: skip
+        try:
+            new = compile_core(
+                pristine, plan, MeshSpec.resolve(plan.mesh, world), {**dict.fromkeys(heads, OMITTED), **given}, rank,
+                check=core.program.checked.how,
+            )  # fmt: skip
+        except PYTHON_ERRORS as error:
+            if raised_by_us(error):
+                raise
+            raise misfit(given, core, error) from error
         _refuse_moved(core, new)
         return new
 
     agree = signature_check(world, rank) if real and dist.get_backend() != "fake" else (lambda signature: None)
     return Session(model, core, groups, Gradients([]), streams, relower, lambda c: None, agree, lowered)
+
+
+def misfit(given: Mapping[str, Any], core: Core, cause: BaseException) -> PlanError:
+    """The single-device model fails on what this call's inputs are parts of, as far as the plan says."""
+    placed = {name.partition(".")[0] for name in core.bound.inputs}
+    shapes = {name: [list(x.shape) for x in compat.flatten(v)[0] if isinstance(x, Tensor)] for name, v in given.items()}
+    said = ", ".join(f"{name} {sizes[0]}" for name, sizes in shapes.items() if sizes)
+    whole = [name for name, sizes in shapes.items() if sizes and name not in placed]
+    hint = f"; the plan does not place {', '.join(whole)}, taken for whole on every rank" if whole else ""
+    return PlanError(
+        f"the single-device model fails on the global inputs that this call stands for ({said}{hint}): {cause}",
+        code="inputs-misfit", where=raised_at(cause), module="",
+        legal="each rank's part of the inputs that the plan places (mp.shard_batch), and an entry in its inputs for every other "
+        "that is split",
+    )  # fmt: skip
 
 
 def _refuse_moved(old: Core, new: Core) -> None:

@@ -242,3 +242,29 @@ def test_adapters_recompute_and_fsdp_go_together_with_cp():
         fsdp={"units": [path]}, recompute={"units": [path], "policy": "full"},
     )  # fmt: skip
     exact(adapted, given, rtol=2e-6)
+
+
+def test_inputs_of_which_one_is_not_split_are_refused_on_every_rank(pool):
+    for said in pool.run(_misfit, world=2):
+        codes = [code for code, _ in said]
+        assert codes == ["inputs-misfit", "inputs-misfit", "input-not-divisible"]
+        assert "position_ids" in said[1][1] and "a multiple of 4" in said[2][1]
+
+
+def _misfit() -> list[tuple[str, str]]:
+    place = {name: ids(2, 8, **CP) for name in ("input_ids", "labels")}
+    model = mp.parallelize(llama(), plan_of(place, mesh={"cp": 2}, **context(at=ATTENTION)))
+    tokens = torch.randint(0, 31, (2, 8))
+    said = []
+    for call in (
+        lambda: model.generate(tokens, max_new_tokens=2, do_sample=False),
+        lambda: model(input_ids=tokens, position_ids=torch.arange(8).unsqueeze(0)),
+        lambda: model(input_ids=tokens[:, :7]),  # of a global 14, which has no even halves
+    ):
+        try:
+            call()
+        except mp.PlanError as error:
+            said.append((error.code, str(error)))
+    mine = mp.shard_batch(model, {"input_ids": tokens})
+    assert model(**mine).logits.shape == (2, 4, 31)  # a refusal leaves the model as it was
+    return said
