@@ -1,8 +1,8 @@
 """Experts over ranks by all-to-all: tokens travel to the ranks of their experts, and results travel home.
 
-With n ranks, E/n experts each, and W = n:
+With W ranks, E/W experts each:
 
-    counts    all_to_all of [n, E/n] integers; then this rank knows all sizes, and waits for the device once
+    counts    all_to_all of [W, E/W] integers; then this rank knows all sizes: the one time the host waits for the device
     forward   all_to_all of a row per (token, expert) -> experts -> all_to_all back -> weighted sum at home
     backward  the same two with gradients: that of a row goes to its expert, that of what the expert read comes home
 
@@ -20,7 +20,7 @@ kept: the experts' results on the side that weighs them, and indices.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,11 +83,11 @@ def _narrow(pairs: Pairs, most: int) -> Pairs:
     return Pairs(pairs.rows, pairs.slots, place, False)
 
 
-class _Sizes:
+class _Sizes(NamedTuple):
     """The counts exchange on the host: `put[i]` is what this rank told rank i, `came[i]` what that told."""
 
-    def __init__(self, put: list[list[int]], came: list[list[int]]) -> None:
-        self.put, self.came = put, came
+    put: list[list[int]]
+    came: list[list[int]]
 
 
 def _exchange_counts(put: Tensor, indices: Tensor, experts: int, group: AxisGroup) -> tuple[Tensor, _Sizes]:
