@@ -49,6 +49,11 @@ class PlanError(Exception):
         self.message, self.code, self.where, self.module, self.legal = message, code, where, module, legal
         super().__init__(self._render())
 
+    def at(self, where: Where | None = None, module: str | None = None) -> PlanError:
+        """This error with a place or a module of its own, each as it was where None is given."""
+        where, module = self.where if where is None else where, self.module if module is None else module
+        return PlanError(self.message, code=self.code, where=where, module=module, legal=self.legal)
+
     def __reduce__(self):
         # Exceptions cross process boundaries between ranks and the parent; keyword arguments must survive.
         return (_rebuild, (self.message, self.code, self.where, self.module, self.legal))

@@ -375,4 +375,4 @@ def _in_module(name: str) -> Iterator[None]:
     except PlanError as error:
         if error.module is not None:
             raise
-        raise PlanError(error.message, code=error.code, where=error.where, module=name, legal=error.legal) from None
+        raise error.at(module=name) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from meshplan.errors import PlanError
 from meshplan.plan.placements import Shard
 from meshplan.plan.plan import Plan
 from meshplan.plan.rules import Input
+from meshplan.plan.sections import sequence_pieces
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 """What `dp` stands for in the `place` of an input."""
@@ -87,14 +89,6 @@ def _checked(name: str, item: Input, plan: Plan, known: Mapping[str, int]) -> In
 
 
 def _pieces(axis: str, plan: Plan, known: Mapping[str, int]) -> int:
-    """Equal pieces that `axis` cuts a dim into, as far as degrees are known (1 for an unknown one).
-
-    Balanced attention gives each rank of cp two pieces, one from either end of the sequence.
-    """
-    pieces = 1
-    for one in DATA_AXES if axis == "dp" else (axis,):
-        pieces *= known.get(one, 1)
-    context = plan.context
-    if axis == "cp" and pieces > 1 and context is not None:
-        pieces *= 2 if context.zigzags else 1
-    return pieces
+    """Equal pieces that `axis` cuts a dim into, as far as degrees are known (1 for an unknown one)."""
+    ranks = math.prod(known.get(one, 1) for one in (DATA_AXES if axis == "dp" else (axis,)))
+    return sequence_pieces(axis, ranks, plan.context)

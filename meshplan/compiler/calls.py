@@ -14,7 +14,7 @@ from meshplan.compiler.arguments import Arguments
 from meshplan.compiler.capture import Call, Ref, run_call, tensors_in
 from meshplan.compiler.edits import Edit, Replacement
 from meshplan.compiler.hooks import forward_hook
-from meshplan.compiler.kinds import I, Kind, N, Pending, R, normal, replicated, user_letter
+from meshplan.compiler.kinds import I, Kind, N, Pending, R, normal, replicated, splits, user_letter
 from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.match import Choice
 from meshplan.compiler.redistribute import Redistributing
@@ -199,7 +199,7 @@ class Calls(Redistributing, Arguments, Spared):
             own = self.info(t).kinds
             here = own[k]
             if isinstance(here, Shard):
-                beside = [a.degree for j, a in enumerate(self.axes[:k]) if _splits(own[j], here.dim)]
+                beside = [a.degree for j, a in enumerate(self.axes[:k]) if splits(own[j], here.dim)]
                 most = max(most, math.prod(beside))
         return most
 
@@ -298,7 +298,3 @@ class Calls(Redistributing, Arguments, Spared):
                     f"{rec.name} writes {user_letter(new)} on {axis.name} into a tensor that is {user_letter(old)}",
                     code="in-place", where=rec.where, module=rec.module, legal="an out-of-place operation",
                 )  # fmt: skip
-
-
-def _splits(kind: Kind, dim: int) -> bool:
-    return isinstance(kind, Shard) and kind.dim == dim

@@ -214,9 +214,6 @@ def foreign_parameter(name: str, path: str) -> PlanError:
     )
 
 
-_CONSTANT_LIMIT = 2**22  # elements up to which a constant is computed for real
-
-
 FLEX = "torch/nn/attention/flex_attention.py"
 
 
@@ -229,6 +226,9 @@ def flex_attention(path: str, cause: BaseException) -> PlanError:
         legal="torch.nn.functional.scaled_dot_product_attention with the mask as a tensor (create_mask of the same mask_mod); "
         "in transformers attn_implementation='sdpa'",
     )
+
+
+_CONSTANT_LIMIT = 2**22  # elements up to which a constant is computed for real
 
 
 def run_call(
@@ -390,7 +390,6 @@ class ModuleHooks:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     return [x for x in compat.flatten(tree)[0] if isinstance(x, Tensor)]
-
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def compile_core(
     axes = [Axis(name, groups.group(name), name in DATA_AXES) for name, n in spec.axes if n > 1 and name != "pp"]
     if axes:
         refuse_gradient_hooks(model)
-    examples = example_inputs(model, bound, inputs, [a.name for a in axes], dict(spec.axes))
+    examples = example_inputs(model, bound, inputs, {a.name: a.degree for a in axes})
     kinds = {name: _param_kinds(bound, name, axes) for name in bound.params}
     precision = Precision.of(bound, spec)
     model = precision.model(model)

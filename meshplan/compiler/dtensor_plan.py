@@ -79,7 +79,7 @@ def dtensor_plan(model: nn.Module, plan: Plan, spec: MeshSpec, inputs: Any = Non
     degrees = [spec.degree(*axes) for axes in ordered]
     stored = {p.name: _stored(p, ordered, flags, degrees, sharded) for p in bound.params.values()}
     compute = {n: tuple(None if d else s for s, d in zip(many, flags, strict=True)) for n, many in stored.items()}
-    examples = example_inputs(model, bound, inputs, busy)
+    examples = example_inputs(model, bound, inputs, {a: spec.degree(a) for a in busy})
     program = Program(
         signature=tuple((name, example.key()) for name, example in examples.items()), boundaries=(), edits={},
         outputs=(), layouts=(), events=(), axes=tuple(busy), first_only=(), calls=frozenset(),

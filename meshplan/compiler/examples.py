@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from meshplan import compat
 from meshplan.compiler.bind import Bound
-from meshplan.compiler.context import AXIS, in_order
+from meshplan.compiler.context import in_order
 from meshplan.compiler.frames import positional_names
 from meshplan.compiler.kinds import Kind, N
 from meshplan.compiler.opaque import refuse_state
 from meshplan.compiler.signature import arguments_of
 from meshplan.errors import PlanError
 from meshplan.mesh.build import expand
-from meshplan.plan.placements import Shard
+from meshplan.plan.placements import Mirrored, Shard
 from meshplan.plan.rules import Input
 
 
@@ -70,14 +70,12 @@ def by_name(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any] | Tensor
     return dict(zip(names, many, strict=False))
 
 
-def example_inputs(
-    model: nn.Module, bound: Bound, inputs: Any, axes: Sequence[str], degrees: Mapping[str, int] | None = None
-) -> dict[str, Example]:
-    """What forward is traced with. The caller's inputs replace the plan's of the same name but keep its `place`; one that
-    is `OMITTED` is not passed.
+def example_inputs(model: nn.Module, bound: Bound, inputs: Any, axes: Mapping[str, int]) -> dict[str, Example]:
+    """What forward is traced with, on `axes` with their degrees. The caller's inputs replace the plan's of the same name but
+    keep its `place`; one that is `OMITTED` is not passed.
 
     Raises PlanError: `no-inputs` where neither gives a shape, `argument-state` for objects that carry tensors,
-    `input-not-divisible` for a sequence that cp, one of `degrees`, does not divide.
+    `input-not-divisible` for a sequence that has no two halves for each rank of cp.
     """
     given = by_name(model, inputs)
     out: dict[str, Example] = {}
@@ -97,19 +95,21 @@ def example_inputs(
     for name, value in given.items():
         if value is OMITTED:
             continue
-        out[name] = _example(name, value, bound, axes)
+        out[name] = _example(name, value, bound, list(axes))
         for leaf in out[name].leaves:
-            _refuse_uneven_halves(leaf, axes, degrees or {})
+            _refuse_uneven_halves(leaf, axes)
     return out
 
 
-def _refuse_uneven_halves(leaf: Leaf, axes: Sequence[str], degrees: Mapping[str, int]) -> None:
+def _refuse_uneven_halves(leaf: Leaf, axes: Mapping[str, int]) -> None:
     """A sequence in zigzag order is cut in two pieces a rank, whatever length a call has."""
-    for axis, kind in zip(axes, leaf.kinds, strict=False):
-        pieces = 2 * degrees.get(axis, 1)
-        if isinstance(kind, Shard) and axis == AXIS and leaf.shape and leaf.shape[kind.dim] % pieces and kind.parts:
+    for (axis, degree), kind in zip(axes.items(), leaf.kinds, strict=False):
+        if not isinstance(kind, Shard) or not isinstance(kind.parts, Mirrored):
+            continue
+        size, pieces = sum(kind.parts), len(kind.parts) * degree
+        if size % pieces:
             raise PlanError(
-                f"dim {kind.dim} of {leaf.key!r} has size {leaf.shape[kind.dim]}, not divided by {axis} {pieces}",
+                f"dim {kind.dim} of {leaf.key!r} has size {size}, not divided by {axis} {pieces}",
                 code="input-not-divisible", module="", legal=f"a multiple of {pieces}",
             )  # fmt: skip
 

@@ -81,6 +81,11 @@ def replicated(kind: Kind) -> bool:
     return isinstance(kind, Pending) or kind in (R, I, N)
 
 
+def splits(kind: Kind, dim: int) -> bool:
+    """Whether `dim` is sharded."""
+    return isinstance(kind, Shard) and kind.dim == dim
+
+
 def normal(kind: Kind, ndim: int) -> Kind:
     """`S(-1)` as `S(ndim - 1)`; every other kind unchanged."""
     if isinstance(kind, Shard) and kind.dim < 0:

@@ -13,7 +13,7 @@ from meshplan.compiler.known import Known
 from meshplan.compiler.layout import Info, axis_size
 from meshplan.compiler.sites import Move, Site
 from meshplan.errors import PlanError, Where
-from meshplan.plan.placements import Partial, Placement, Replicate, Shard, parts_left
+from meshplan.plan.placements import Partial, Placement, Replicate, Shard, parts_inside
 from meshplan.runtime import boundary
 
 
@@ -88,7 +88,9 @@ class Redistributing(Known):
         dim = have.dim if isinstance(have, Shard) else want.dim if isinstance(want, Shard) else 0
         size = axis_size(shape, dim, info.kinds, self.axes, k) if "S" in (src, dst) else 0
         split = next((kind.parts for kind in (have, want) if isinstance(kind, Shard) and kind.parts), None)
-        parts = self._parts_left(split, dim, info, k) if split else None
+        around = zip(info.kinds[:k], self.axes[:k], strict=True)
+        outer = [(kind.parts, a.degree) for kind, a in around if isinstance(kind, Shard) and kind.dim == dim]
+        parts = parts_inside(split, outer) if split else None
         move = Move(axis.name, src, dst, dim, size, have, want, parts)
         if (src, dst) not in boundary.MOVES or (split and (parts is None or sum(parts) != size)):
             raise PlanError(
@@ -137,14 +139,6 @@ class Redistributing(Known):
         kinds[k] = Shard(have.dim)
         self._record(site, move, where)
         return self.label(out, Info(info.value, kinds, info.data, info.param, info.source))
-
-    def _parts_left(self, parts: tuple[int, ...], dim: int, info: Info, k: int) -> tuple[int, ...] | None:
-        """What the axes outside axis number `k` leave of the parts of a dim."""
-        left: tuple[int, ...] | None = parts
-        for outer, axis in zip(info.kinds[:k], self.axes[:k], strict=True):
-            if isinstance(outer, Shard) and outer.dim == dim and left is not None:
-                left = parts_left(left, outer.parts, axis.degree)
-        return left
 
     def _inner_shard(self, info: Info, dim: int, k: int) -> int | None:
         """The innermost axis inside axis number `k` that splits `dim` too."""

@@ -217,9 +217,7 @@ def _fresh(x: Tensor, given: list[tuple[Tensor, Tensor]]) -> Tensor:
     for old, new in given:
         if old is x:
             return new
-    if not x.requires_grad:
-        return torch.empty_like(x, requires_grad=False)
-    came = sources(x, [old for old, _ in given])
+    came = sources(x, [old for old, _ in given]) if x.requires_grad else [False] * len(given)
     return fresh(x, [new for (_, new), comes in zip(given, came, strict=True) if comes])
 
 

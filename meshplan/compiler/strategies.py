@@ -15,7 +15,7 @@ from meshplan.compiler import aten
 from meshplan.compiler.capture import Call, Ref, Trace
 from meshplan.compiler.context import MARK, ContextAt, inner_of, method_of
 from meshplan.compiler.edits import Replacement
-from meshplan.compiler.kinds import Kind, replicated
+from meshplan.compiler.kinds import Kind, replicated, splits
 from meshplan.compiler.layout import Axis
 from meshplan.compiler.match import Choice, choose, copies_of
 from meshplan.compiler.rules import semantic
@@ -156,14 +156,12 @@ class Chooser:
         q, k = op.ins[0], op.ins[1]
         method, inner = method_of(s.replace or ""), inner_of(s.replace)
         degrees = {a.name: a.degree for a in axes}
-        split = math.prod(degrees[a] for a, other in chosen.items() if a != axis and _splits(other.outs[0], 1))
+        split = math.prod(degrees[a] for a, other in chosen.items() if a != axis and splits(other.outs[0], 1))
         few = max((o.ins[1].copies for o in chosen.values() if isinstance(o.ins[1], Shard)), default=1)
         try:
             check_heads(q.shape[1] // split, max(k.shape[1] * few // split, 1), degrees[axis], method, inner)
         except PlanError as error:
-            raise PlanError(
-                error.message, code=error.code, where=rec.where, module=rec.module, legal=error.legal
-            ) from None
+            raise error.at(rec.where, rec.module) from None
         held = s.outs[0]
         order = "zigzag" if isinstance(held, Shard) and isinstance(held.parts, Mirrored) else "contiguous"
         return Replacement(
@@ -183,10 +181,6 @@ class Chooser:
 def _shards(chosen: Mapping[str, Strategy]) -> tuple[tuple[str, Any], ...]:
     """The result's shards: axes with the dim that they split, outermost first."""
     return tuple((name, s.outs[0]) for name, s in chosen.items() if isinstance(s.outs[0], Shard))
-
-
-def _splits(kind: Kind, dim: int) -> bool:
-    return isinstance(kind, Shard) and kind.dim == dim
 
 
 def idle(rec: Call) -> bool:

@@ -62,6 +62,16 @@ def parts_left(parts: tuple[int, ...], outer: tuple[int, ...] | None, ranks: int
     return like_parts(parts, parts[: size // parts[0]])
 
 
+def parts_inside(
+    parts: tuple[int, ...], outer: Iterable[tuple[tuple[int, ...] | None, int]]
+) -> tuple[int, ...] | None:
+    """As `parts_left`, of several outer axes in turn, outermost first: (their parts, their ranks)."""
+    left: tuple[int, ...] | None = parts
+    for own, ranks in outer:
+        left = parts_left(left, own, ranks) if left is not None else None
+    return left
+
+
 @dataclass(frozen=True)
 class Shard:
     """Sharded along tensor dim `dim`. `parts` are sizes along that dim that are each split on their own (a fused `q|k|v` or

@@ -165,6 +165,11 @@ class Context(Section):
             self._degree("inner")
 
 
+def sequence_pieces(axis: str, ranks: int, context: Context | None) -> int:
+    """Equal pieces that `ranks` of an axis cut a dim into: in zigzag order each rank of cp has two of a sequence."""
+    return ranks * 2 if axis == "cp" and ranks > 1 and context is not None and context.zigzags else ranks
+
+
 @dataclass(frozen=True)
 class Experts(Section):
     """Which modules route tokens to experts, and over how many ranks.

@@ -37,9 +37,7 @@ def placed(source: Source) -> Iterator[None]:
     except PlanError as error:
         if error.where is not None or source.where is None:
             raise
-        raise PlanError(
-            error.message, code=error.code, where=source.where, module=error.module, legal=error.legal
-        ) from None
+        raise error.at(source.where) from None
 
 
 def wrong(what: str, value: object, source: Source, legal: str | list[str]) -> PlanError:

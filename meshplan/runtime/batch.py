@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from meshplan import compat
-from meshplan.compiler.context import AXIS, in_order
+from meshplan.compiler.context import in_order
 from meshplan.errors import PlanError
 from meshplan.mesh.build import expand
 from meshplan.ops.token_mean import token_mean as _token_mean
 from meshplan.plan.placements import Shard
+from meshplan.plan.sections import sequence_pieces
 from meshplan.runtime import boundary
 from meshplan.runtime.comm import AxisGroup
 from meshplan.runtime.session import Session, session_of
@@ -54,7 +55,7 @@ def shard_batch(
 
 
 def _cut(session: Session, key: str, x: Tensor) -> Tensor:
-    inputs = session.core.bound.inputs
+    inputs, context = session.core.bound.inputs, session.core.bound.plan.context
     item = inputs.get(key) or inputs.get(key.partition(".")[0])
     if item is None:
         if key in dict(session.core.program.signature) or key.partition(".")[0] in dict(session.core.program.signature):
@@ -66,20 +67,15 @@ def _cut(session: Session, key: str, x: Tensor) -> Tensor:
         for one in [a for a in expand((axis,)) if session.core.spec.degree(a) > 1]:
             group = session.groups.group(one)
             dim = placement.dim % x.dim()
-            pieces = group.size * (2 if one == AXIS and _zigzags(session) else 1)
+            pieces = sequence_pieces(one, group.size, context)
             if x.shape[dim] % pieces:
                 raise PlanError(
                     f"dim {dim} of {key!r} has size {x.shape[dim]}, not divided by {one} {pieces}",
                     code="batch-not-divisible", legal=f"a multiple of {pieces}",
                 )  # fmt: skip
-            shard = in_order(Shard(dim, placement.parts), one, x.shape[dim], session.core.bound.plan.context)
+            shard = in_order(Shard(dim, placement.parts), one, x.shape[dim], context)
             x = boundary.move(x, "N", "S", group, dim, x.shape[dim], shard.parts)
     return x.contiguous()
-
-
-def _zigzags(session: Session) -> bool:
-    context = session.core.bound.plan.context
-    return context is not None and context.zigzags
 
 
 def data_group(session: Session) -> AxisGroup:

@@ -20,7 +20,7 @@ from meshplan.ops.cross_entropy import cross_entropy
 from meshplan.ops.dropout import DropoutStreams, Runs, dropout
 from meshplan.ops.dropout_attention import scaled_dot_product_attention
 from meshplan.ops.embedding import embedding
-from meshplan.plan.placements import Shard, dealt, parts_left
+from meshplan.plan.placements import Shard, dealt, parts_inside
 from meshplan.runtime.comm import chunk_offset, chunk_sizes
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]
@@ -99,13 +99,11 @@ def offsets_of(shape: Sequence[int], shards: Sequence[tuple[str, Shard]], groups
     for axis, shard in shards:
         group, runs = groups.group(axis), held[shard.dim]
         size = sum(length for _, length in runs)
-        parts = shard.parts
-        for own, ranks in outer.setdefault(shard.dim, []):
-            parts = parts_left(parts, own, ranks) if parts else None
-        if shard.parts and parts is None:
+        around = outer.setdefault(shard.dim, [])
+        parts = parts_inside(shard.parts, around) if shard.parts else (size,)
+        if parts is None:
             raise PlanError(f"axes split dim {shard.dim} across each other's parts", code="block-outside")
-        outer[shard.dim].append((shard.parts, group.size))
-        parts = parts or (size,)
+        around.append((shard.parts, group.size))
         kept, start = [], 0
         for number, part in enumerate(parts):
             at = dealt(parts, number, group.size, group.rank)

@@ -85,9 +85,9 @@ def derive(
             fsdp=_fsdp(model, program, spec, fsdp),
             rules=_left(outputs),
         )
-        base = over_context(base, model, program, given, spec, context)
+        base, lowered = over_context(base, model, program, given, spec, context)
         if spec.degree("tp") == 1:
-            return Attempt(base, lower(model, base, spec.world_size, given), None)
+            return Attempt(base, lowered or lower(model, base, spec.world_size, given), None)
         with mode, compat.on_cpu():
             search = Search(model, base, given, spec, program, batched, machine)
             limits = Limits(sequence=sequence, bytes=memory, seconds_per_byte=_upkeep(spec, machine))

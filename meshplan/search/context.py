@@ -9,6 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshplan.compiler.lowered_graph import Lowered
 from meshplan.errors import PlanError
 from meshplan.lowering.lower import lower
 from meshplan.mesh.spec import MeshSpec
@@ -29,28 +30,28 @@ def sequence_inputs(inputs: Mapping[str, Tensor], spec: MeshSpec) -> set[str]:
 
 def over_context(
     base: Plan, model: nn.Module, program: Traced, given: Mapping[str, Any], spec: MeshSpec, section: Mapping[str, Any] | None
-) -> Plan:
+) -> tuple[Plan, Lowered | None]:
     """`base` with a `context` section for attention over the sequence that cp splits: `section`, or else a ring, in zigzag order
-    where the length allows it. What turns out to be attention over something else is left out."""
+    where the length allows it; and what that lowers to, where it had to be tried. What turns out to be attention over something
+    else is left out."""
     split = sequence_inputs(program.inputs, spec)
     if not split:
-        return base
+        return base, None
     length = program.inputs[next(iter(split))].shape[1]
     if section is not None:
-        return replace(base, context=Context(**section))
+        return replace(base, context=Context(**section)), None
     found = dict.fromkeys(generic(node.call.module) for node in program.program.nodes if _over(node.call, program, length))
     balance = "zigzag" if length % (2 * spec.degree("cp")) == 0 else "contiguous"
     paths = list(found)
     while paths:
         plan = replace(base, context=Context(attention=tuple(paths), method="ring", balance=balance))
         try:
-            lower(model, plan, spec.world_size, given)
-            return plan
+            return plan, lower(model, plan, spec.world_size, given)
         except PlanError as error:
             if error.code != "context-unused":
                 raise
             paths.remove(generic(error.module or ""))
-    return base
+    return base, None
 
 
 def _over(call: Any, program: Traced, length: int) -> bool:

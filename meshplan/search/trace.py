@@ -34,7 +34,7 @@ def traced(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], mode: Any) -
     """Trace `model` on its global `inputs`. Raises PlanError as lowering does where a program cannot be traced."""
     bound = bind(plan, model, given=tuple(inputs))
     unplaced: dict[str, list[Kind]] = {name: [] for name in bound.params}
-    examples = example_inputs(model, bound, inputs, [])
+    examples = example_inputs(model, bound, inputs, {})
     for folding in (lambda: foldable(model, mode, bound, unplaced, fake_inputs(examples, mode, None)), dict):
         equals = Equals(model, folding())
         empty = fake_copy(model, mode, None, equals.hollow)
