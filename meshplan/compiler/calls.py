@@ -13,11 +13,13 @@ from meshplan.compiler import few_heads, ownership
 from meshplan.compiler.arguments import Arguments
 from meshplan.compiler.capture import Call, Ref, run_call, tensors_in
 from meshplan.compiler.edits import Edit, Replacement
+from meshplan.compiler.experts import INSIDE
 from meshplan.compiler.hooks import forward_hook
 from meshplan.compiler.kinds import I, Kind, N, Pending, R, normal, replicated, splits, user_letter
 from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.match import Choice
 from meshplan.compiler.redistribute import Redistributing
+from meshplan.compiler.rules.base import REP, Strategy
 from meshplan.compiler.sites import Move
 from meshplan.compiler.spared import Spared
 from meshplan.compiler.uses import Decided
@@ -157,6 +159,9 @@ class Calls(Redistributing, Arguments, Spared):
         converts: list[tuple[int, Move]] = []
         for k, axis in enumerate(self.axes):
             kinds = [self.info(t).kinds[k] for t in tensors]
+            if all(replicated(kind) for kind in kinds) and self.chooser.splits_whole(rec, axis):
+                choices.append(self._split_inside(rec, tensors, k, converts))
+                continue
             if all(replicated(kind) for kind in kinds):
                 choices.append(None)
                 fixed = ownership.to_invariant(kinds, [t.requires_grad for t in tensors])
@@ -190,6 +195,19 @@ class Calls(Redistributing, Arguments, Spared):
                     tensors[j] = self._converted(t, k, R, rec, j, converts)
             choices.append(choice)
         return choices, tensors, converts
+
+    def _split_inside(self, rec: Call, tensors: list[Tensor], k: int, converts: list[tuple[int, Move]]) -> Choice:
+        """An operator that shares out whole arguments among the ranks of axis number `k` and gathers what they make: alike on
+        all ranks from outside, while each uses the parameters in its own way."""
+        for j, t in enumerate(tensors):
+            want = R if self.info(t).param is not None else I
+            kind = self.info(t).kinds[k]
+            if t.requires_grad and isinstance(kind, Pending):
+                kind.need(want)
+            elif t.requires_grad and kind != want:
+                tensors[j] = self._converted(t, k, want, rec, j, converts)
+        whole = Strategy((REP,) * len(tensors), (I,), INSIDE)
+        return Choice(whole, (None,) * len(tensors), whole.outs, 0.0)
 
     def _pieces_beside(self, tensors: list[Tensor], k: int) -> int:
         """Into how many pieces the axes outside axis number `k` cut the dims that it splits further: what is even over all of

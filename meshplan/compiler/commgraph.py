@@ -19,7 +19,8 @@ from meshplan.compiler.fsdp_schedule import FsdpPolicy, FsdpUnit, Point, fsdp_ev
 from meshplan.compiler.fsdp_units import fsdp_units
 from meshplan.compiler.lowered import Core, ParamPlan
 from meshplan.compiler.timeline import Event, Sent
-from meshplan.mesh.spec import DATA_AXES, MeshSpec
+from meshplan.mesh.build import busy_axes, group_label
+from meshplan.mesh.spec import MeshSpec
 from meshplan.plan.placements import Shard
 from meshplan.runtime.comm import chunk_sizes
 from meshplan.runtime.recorder import wire_bytes
@@ -27,7 +28,8 @@ from meshplan.runtime.recorder import wire_bytes
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a step. `what` is the boundary's side, `fsdp`, `operator` or `gradients`."""
+    """One collective of a step. `what` is the boundary's side, `fsdp`, `operator` or `gradients`. Of a `routed` one the elements
+    are those of an even routing."""
 
     phase: str
     op: str
@@ -39,6 +41,7 @@ class Collective:
     tensor: str
     what: str
     where: str
+    routed: bool = False
 
     @property
     def bytes(self) -> int:
@@ -49,7 +52,7 @@ class Collective:
             "phase": self.phase, "op": self.op, "axis": self.axis, "ranks_per_group": self.ranks_per_group, "count": 1,
             "dtype": self.dtype, "elements": self.elements, "bytes": self.bytes,
             "wire_bytes": wire_bytes(self.op, self.bytes, self.ranks_per_group), "module": self.module, "tensor": self.tensor,
-            "what": self.what, "where": self.where,
+            "what": self.what, "where": self.where, **({"routed": True} if self.routed else {}),
         }  # fmt: skip
 
 
@@ -206,37 +209,16 @@ class Walk:
         from meshplan.runtime.gradients import bucket_sizes
 
         core = self.core
-        for (sums, means), plans in by_reduction(core).items():
+        for how, plans in by_reduction(core).items():
             sizes = [(self._gradient_elements(p), p.dtype) for p in plans]
+            data = [how.data] if core.spec.degree(*how.data) > 1 else []
             for count, elements, dtype in bucket_sizes(sizes):
-                shown = f"{count} gradients"
-                for axis in sums:
+                for axes in [*((a,) for a in how.sums), *data]:
+                    label = group_label(core.spec, busy_axes(core.spec, axes))
                     yield Collective(
-                        "backward",
-                        "all_reduce",
-                        axis,
-                        core.spec.degree(axis),
-                        dtype,
-                        elements,
-                        "",
-                        shown,
-                        "gradients",
-                        "",
-                    )
-                if means:
-                    axis = "+".join(a for a in DATA_AXES if core.spec.degree(a) > 1)
-                    yield Collective(
-                        "backward",
-                        "all_reduce",
-                        axis,
-                        core.spec.degree(*DATA_AXES),
-                        dtype,
-                        elements,
-                        "",
-                        shown,
-                        "gradients",
-                        "",
-                    )
+                        "backward", "all_reduce", label, core.spec.degree(*axes), dtype, elements, "", f"{count} gradients",
+                        "gradients", "",
+                    )  # fmt: skip
 
     def _gradient_elements(self, p: ParamPlan) -> int:
         shape = list(local_param_shape(p, self.core.spec, self.rank))
@@ -254,7 +236,17 @@ def _collective(phase: str, sent: Sent, e: Event) -> Collective:
     side = e.site.side if e.site else "operator"
     key = e.site.key if e.site else e.move
     return Collective(
-        phase, sent.op, sent.axis, sent.ranks, sent.dtype, sent.elements, e.module, key, side, str(e.where or "")
+        phase,
+        sent.op,
+        sent.axis,
+        sent.ranks,
+        sent.dtype,
+        sent.elements,
+        e.module,
+        key,
+        side,
+        str(e.where or ""),
+        sent.routed,
     )
 
 

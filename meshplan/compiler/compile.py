@@ -17,6 +17,7 @@ from meshplan.compiler.check import CHECKS, Checked, check_uses
 from meshplan.compiler.context import ContextAt, refuse_compiled_rings, refuse_unused
 from meshplan.compiler.examples import Example, by_name, example_inputs, refuse_ignored
 from meshplan.compiler.expand import expand_repeats
+from meshplan.compiler.experts import ExpertsAt, refuse_uncalled
 from meshplan.compiler.few_heads import SplitNeeded, split_spec, sub_axes, with_copies
 from meshplan.compiler.foldable import foldable, heard_inside
 from meshplan.compiler.fsdp_cuts import fsdp_cuts, shards_parameters
@@ -33,7 +34,7 @@ from meshplan.compiler.precision import Precision
 from meshplan.compiler.propagate import Pass, Propagation
 from meshplan.compiler.repeats import Equals, FullTraceNeeded, apart
 from meshplan.compiler.sites import Decisions
-from meshplan.compiler.skeleton import fake_copy, fake_world
+from meshplan.compiler.skeleton import fake_copy, fake_world, preparing
 from meshplan.compiler.source import raised_by_us
 from meshplan.compiler.strategies import Chooser
 from meshplan.compiler.uses import final
@@ -77,7 +78,7 @@ def compile_core(
     `diverged`, `random-op`, `no-redistribution`, `local-shape`, `in-place`, `mixed-use`, `axis-not-lowered`, `fsdp-no-dim`,
     `foreign-unit`, `kept-tensor`, `gradient-hook`, `forward-hook`.
     """
-    refuse_unlowered(plan, spec)
+    refuse_unlowered(plan)
     if check not in CHECKS:
         raise PlanError(f"check={check!r}", code="bad-check", legal=list(CHECKS))
     bound = bind(plan, model, degrees=dict(spec.axes), given=tuple(by_name(model, inputs)))
@@ -88,9 +89,10 @@ def compile_core(
     examples = example_inputs(model, bound, inputs, {a.name: a.degree for a in axes})
     kinds = {name: _param_kinds(bound, name, axes) for name in bound.params}
     precision = Precision.of(bound, spec)
+    routed = ExpertsAt.of(bound, model, spec)
     model = precision.model(model)
-    with fake_world() as mode:
-        whole, further = ContextAt.split(spec, plan.context), True
+    with fake_world() as mode, preparing(routed.put if routed else None):
+        whole, further = ContextAt.split(routed.view.spec if routed else spec, plan.context), True
         while True:
             halved = split_spec(whole, kinds, axes, bound.params) if further else None
             if halved is None:
@@ -100,7 +102,7 @@ def compile_core(
             spec = halved or whole
             try:
                 trace, result, settled = _settled(
-                    model, mode, bound, spec, rank, axes, examples, kinds, fold, precision
+                    model, mode, bound, spec, rank, axes, examples, kinds, fold, precision, routed
                 )
                 break
             except SplitNeeded as found:
@@ -117,8 +119,9 @@ def compile_core(
     edits = [(path, e) for path, many in result.edits.items() for e in many.values()]
     refuse_unused(bound, ContextAt.of(bound, spec), edits)
     refuse_compiled_rings(bound, edits)
+    refuse_uncalled(bound, routed, edits)
     refuse_unknown_outputs(bound, result.layouts)
-    core = Core(bound, spec, _params(bound, result, axes, kinds), program, examples)
+    core = Core(bound, spec, _params(bound, result, axes, kinds, spec, routed), program, examples, routed)
     fsdp_cuts(core)  # refuses what FSDP could not cut
     refuse_foreign_reads(core, result.reads)
     return core
@@ -126,7 +129,7 @@ def compile_core(
 
 def _settled(
     model: nn.Module, mode: Any, bound: Bound, spec: MeshSpec, rank: int, axes: list[Axis], examples: dict[str, Example],
-    kinds: dict[str, list[Kind]], fold: bool, precision: Precision,
+    kinds: dict[str, list[Kind]], fold: bool, precision: Precision, routed: ExpertsAt | None,
 ) -> tuple[Trace, Pass, Decisions]:  # fmt: skip
     """Propagate with equal layers traced once; those that turn out to be handed unlike tensors on a rank, as the first layer may
     be, are then traced as another group, and in the end every layer is."""
@@ -143,21 +146,20 @@ def _settled(
                 groups = {}
                 continue
             return trace, *_until_stable(
-                model, mode, trace, bound, spec, rank, axes, examples, kinds, equals, precision
+                model, mode, trace, bound, spec, rank, axes, examples, kinds, equals, precision, routed
             )
         except FullTraceNeeded as unlike:
             groups = apart(groups, unlike.path)
     raise AssertionError("a trace of every layer needs no other")
 
 
-def refuse_unlowered(plan: Plan, spec: MeshSpec) -> None:
-    for axis, section in (("pp", plan.pipeline), ("ep", plan.experts)):
-        if spec.degree(axis) > 1 or section is not None:
-            raise PlanError(
-                f"this version does not lower the {axis} axis",
-                code="axis-not-lowered",
-                legal=["dp_replicate", "dp_shard", "cp", "tp"],
-            )
+def refuse_unlowered(plan: Plan) -> None:
+    if plan.mesh.get("pp", 1) != 1 or plan.pipeline is not None:
+        raise PlanError(
+            "this version does not lower the pp axis",
+            code="axis-not-lowered",
+            legal=["dp_replicate", "dp_shard", "cp", "tp"],
+        )
 
 
 def _param_kinds(bound: Bound, name: str, axes: list[Axis]) -> list[Kind]:
@@ -187,11 +189,14 @@ def fake_inputs(examples: dict[str, Example], mode: Any, axes: list[Axis] | None
 def _until_stable(
     model: nn.Module, mode: Any, trace: Trace, bound: Bound, spec: MeshSpec, rank: int, axes: list[Axis],
     examples: dict[str, Example], kinds: dict[str, list[Kind]], equals: Equals, precision: Precision,
+    routed: ExpertsAt | None,
 ) -> tuple[Pass, Decisions]:  # fmt: skip
     decisions = Decisions()
     for _ in range(MAX_PASSES):
         decisions.changed = False
-        run = _one_pass(model, mode, trace, bound, spec, rank, axes, examples, kinds, decisions, equals, precision)
+        run = _one_pass(
+            model, mode, trace, bound, spec, rank, axes, examples, kinds, decisions, equals, precision, routed
+        )
         for site, axis, pending, where in run.gathers:
             kind = R if R in pending.find().needs else I
             if decisions.gathered.get((site, axis)) != kind:
@@ -245,7 +250,7 @@ def _mixed(result: Pass, bound: Bound) -> set[tuple[str, str]]:
 def _one_pass(
     model: nn.Module, mode: Any, trace: Trace, bound: Bound, spec: MeshSpec, rank: int, axes: list[Axis],
     examples: dict[str, Example], kinds: dict[str, list[Kind]], decisions: Decisions, equals: Equals,
-    precision: Precision,
+    precision: Precision, routed: ExpertsAt | None,
 ) -> Propagation:  # fmt: skip
     def shape_of(name: str, t: Tensor) -> tuple[int, ...]:
         return local_shape(t.shape, kinds[name], axes) if name in kinds else tuple(t.shape)
@@ -265,7 +270,8 @@ def _one_pass(
 
     groups: Groups = abstract_groups(spec, rank)
     holders = {p.name: {n.rpartition(".")[0] for n in p.names} for p in bound.params.values()}
-    run = Propagation(trace, axes, declared, owners, holders, decisions, Chooser(trace, groups, ContextAt.of(bound, spec)))
+    chooser = Chooser(trace, groups, ContextAt.of(bound, spec), routed)
+    run = Propagation(trace, axes, declared, owners, holders, decisions, chooser)
     heard = run.result.timeline.heard
     run.axes = [replace(a, group=type(a.group)(a.group.axis, a.group.size, a.group.rank, None, heard)) for a in axes]
     run.chooser.groups = abstract_groups(spec, rank, heard)
@@ -391,7 +397,9 @@ def _program(bound: Bound, result: Pass, settled: Decisions, axes: list[Axis], e
     )
 
 
-def _params(bound: Bound, result: Pass, axes: list[Axis], kinds: dict[str, list[Kind]]) -> dict[str, ParamPlan]:
+def _params(
+    bound: Bound, result: Pass, axes: list[Axis], kinds: dict[str, list[Kind]], spec: MeshSpec, routed: ExpertsAt | None
+) -> dict[str, ParamPlan]:
     reduce: dict[str, set[str]] = {}
     for (_, name, axis), pending in result.param_use.items():
         if R in pending.find().needs:
@@ -403,7 +411,7 @@ def _params(bound: Bound, result: Pass, axes: list[Axis], kinds: dict[str, list[
         ]
         for name in bound.params
     }
-    return {
+    plans = {
         name: ParamPlan(
             name, p.shape, str(p.dtype).removeprefix("torch."), p.requires_grad,
             tuple((a.name, k) for a, k in zip(axes, kinds[name], strict=True) if isinstance(k, Shard)),
@@ -411,3 +419,4 @@ def _params(bound: Bound, result: Pass, axes: list[Axis], kinds: dict[str, list[
         )
         for name, p in bound.params.items()
     }  # fmt: skip
+    return plans | ({name: routed.spread(plans[name]) for name in routed.packed} if routed else {})

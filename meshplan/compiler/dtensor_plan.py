@@ -66,7 +66,12 @@ def dtensor_plan(model: nn.Module, plan: Plan, spec: MeshSpec, inputs: Any = Non
     Raises PlanError: what `bind` raises, `axis-not-lowered`, `dtensor-option` for a plan that asks for mixed
     precision, compilation or gathering again, `no-inputs`.
     """
-    refuse_unlowered(plan, spec)
+    refuse_unlowered(plan)
+    if plan.experts is not None:
+        raise PlanError(
+            "the DTensor reference does not route experts", code="axis-not-lowered", where=plan.experts.where,
+            legal="regions: auto",
+        )  # fmt: skip
     _refuse_options(plan)
     bound = bind(plan, model, degrees=dict(spec.axes), given=tuple(inputs or ()))
     busy = [name for name, n in spec.axes if n > 1]

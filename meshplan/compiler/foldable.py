@@ -31,7 +31,7 @@ def foldable(
         return groups
     unplaced: dict[str, list[Kind]] = {name: [] for name in kinds}
     every, _ = equal_layers(model, bound, unplaced)
-    key = (input_signature((), inputs), tuple(sorted(every.items())), precision or Precision())
+    key = (input_signature((), inputs), tuple(sorted(every.items())), precision or Precision(), bound.experts)
     known = _KNOWN.get(model)
     if known is None or known[0] != key:
         cast = precision.inputs if precision else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from meshplan.compiler.lowered import Core, ParamPlan
 from meshplan.errors import PlanError
 from meshplan.mesh.spec import DATA_AXES, MeshSpec
@@ -43,25 +45,45 @@ def kept_whole(core: Core) -> frozenset[str]:
     return frozenset(name for name, dim in fsdp_cuts(core).items() if dim is None)
 
 
-def averaged(core: Core, p: ParamPlan) -> bool:
-    """Whether the gradient of `p` is averaged over the data ranks by us: nobody else does, and it differs between them."""
-    return any(a in DATA_AXES for a in p.reduce) and (not sharded_by_fsdp(core) or fsdp_cuts(core)[p.name] is None)
+class Reduce(NamedTuple):
+    """What happens to a gradient after backward: it is summed over each of `sums`, then over the ranks of all of `data`
+    together, and divided by `divisor`."""
+
+    sums: tuple[str, ...]
+    data: tuple[str, ...]
+    divisor: int
 
 
-def by_reduction(core: Core) -> dict[tuple[tuple[str, ...], bool], list[ParamPlan]]:
-    """Parameters whose gradients are reduced after backward, by (axes they are partial sums on, whether they are averaged
-    over the data ranks). The run and its prediction both pack their buckets from this."""
-    found: dict[tuple[tuple[str, ...], bool], list[ParamPlan]] = {}
+def reduce_of(core: Core, p: ParamPlan) -> Reduce:
+    """What we do to the gradient of `p`: where nobody else averages it over the data ranks, and it differs between them, that
+    too. That of an expert is summed over its copies, and is a sum over the tokens of all ranks of ep already; the losses are a
+    mean over all data ranks, whatever the number of copies."""
+    spec = core.spec
+    sums = tuple(a for a in p.reduce if spec.parent(a) not in DATA_AXES)
+    means = any(spec.parent(a) in DATA_AXES for a in p.reduce)
+    if p.routed:
+        split = [axis for axis, _ in p.shards]
+        data = tuple(a for a in spec.leaves(*DATA_AXES) if a not in split and spec.degree(a) > 1)
+        return Reduce(sums, data, spec.degree(*DATA_AXES))
+    if means and (not sharded_by_fsdp(core) or fsdp_cuts(core)[p.name] is None):
+        return Reduce(sums, DATA_AXES, spec.degree(*DATA_AXES))
+    return Reduce(sums, (), 1)
+
+
+def by_reduction(core: Core) -> dict[Reduce, list[ParamPlan]]:
+    """Parameters whose gradients are worked on after backward, by what is done. The run and its prediction both pack their
+    buckets from this."""
+    found: dict[Reduce, list[ParamPlan]] = {}
     for p in core.params.values():
-        if p.requires_grad:
-            sums = tuple(a for a in p.reduce if a not in DATA_AXES)
-            means = averaged(core, p)
-            if sums or means:
-                found.setdefault((sums, means), []).append(p)
+        how = reduce_of(core, p)
+        if p.requires_grad and how != Reduce((), (), 1):
+            found.setdefault(how, []).append(p)
     return found
 
 
 def _cut(p: ParamPlan, core: Core, n: int) -> int | None:
+    if p.routed:
+        return None  # its data ranks are those of its copies
     if any(0 in chunk_sizes(p.shape[s.dim], core.spec.degree(axis) // s.copies) for axis, s in p.shards):
         return None  # FSDP takes no parameter of which a rank holds nothing
     sizes = _countable(p, core.spec)

@@ -10,6 +10,7 @@ from meshplan.compiler.bind import Bound
 from meshplan.compiler.check import Checked
 from meshplan.compiler.edits import Edit
 from meshplan.compiler.examples import Example
+from meshplan.compiler.experts import ExpertsAt
 from meshplan.compiler.kinds import Kind
 from meshplan.compiler.sites import Move, Site
 from meshplan.compiler.timeline import Event
@@ -38,9 +39,11 @@ class ParamPlan:
 
     Attributes:
         name: its canonical name.
-        shards: (axis, Shard) for every non-data axis it is sharded on, outermost first.
+        shards: (axis, Shard) for every axis it is sharded on other than by FSDP, outermost first.
         reduce: axes on which its gradient is a partial sum when backward has run (data axes: a partial mean).
         reached: whether a backward from the outputs gives it a gradient.
+        routed: whether it holds experts, each of which is on the ranks of its place in ep alone: `reduce` then has the axes
+            of its copies, and what a rank holds is a sum over the tokens of all ranks of ep.
     """
 
     name: str
@@ -50,6 +53,7 @@ class ParamPlan:
     shards: tuple[tuple[str, Shard], ...]
     reduce: tuple[str, ...]
     reached: bool = True
+    routed: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ class Core:
     params: dict[str, ParamPlan]
     program: Program
     examples: dict[str, Example] = field(default_factory=dict)
+    experts: ExpertsAt | None = None
 
     def facts(self) -> dict[str, str]:
         """What all ranks of one program have alike, by topic: the plan, and everything that decides which collectives a rank
@@ -94,7 +99,9 @@ class Core:
             "plan": hashlib.sha256(self.bound.plan.to_yaml().encode()).hexdigest(),
             "inputs": repr(program.signature),
             "parameters": digest([(p.name, p.shape, p.dtype, p.shards, p.reduce) for p in self.params.values()]),
-            "boundaries": digest([(b.site, b.move.axis, b.move.src, b.move.dst, b.regather) for b in program.boundaries]),
+            "boundaries": digest(
+                [(b.site, b.move.axis, b.move.src, b.move.dst, b.regather) for b in program.boundaries]
+            ),
             "calls": digest(calls),
             "outputs": digest([(key, kinds) for key, kinds, _, _ in program.outputs]),
         }

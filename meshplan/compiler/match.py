@@ -78,7 +78,7 @@ def _in_parts(s: Strategy, kinds: Sequence[Kind], tensors: Sequence[Tensor]) -> 
 def _any_order(s: Strategy) -> bool:
     """Whether the operator that runs the strategy asks nothing of the order in which a dim is split."""
     tokens = s.replace == "cross_entropy" and isinstance(s.ins[1], Shard)
-    return tokens or s.replace in (None, "split_norm", "dropout") or s.replace.startswith(MARK)
+    return tokens or s.replace in (None, "split_norm", "dropout", "experts") or s.replace.startswith(MARK)
 
 
 def _of_parts(out: Kind, parts: tuple[int, ...]) -> Kind | None:

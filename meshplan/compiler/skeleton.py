@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,18 @@ from meshplan import compat
 from meshplan.errors import PlanError
 
 ShapeOf = Callable[[str, Tensor], tuple[int, ...]]
+
+_PREPARE: ContextVar[Callable[[nn.Module, str], None] | None] = ContextVar("prepare", default=None)
+
+
+@contextmanager
+def preparing(prepare: Callable[[nn.Module, str], None] | None) -> Iterator[None]:
+    """Every copy made in here is handed to `prepare(copy, its path with a dot)` before it is used."""
+    token = _PREPARE.set(prepare)
+    try:
+        yield
+    finally:
+        _PREPARE.reset(token)
 
 
 def fake_copy(
@@ -45,9 +58,13 @@ def fake_copy(
                 shape = shape_of(prefix + name, b) if shape_of else b.shape
                 memo[id(b)] = torch.empty(shape, dtype=b.dtype, device="cpu")
     try:
-        return copy.deepcopy(model, memo | shared_objects(model))
+        made = copy.deepcopy(model, memo | shared_objects(model))
     except RuntimeError as error:
         raise _uncopied(model) or error from error
+    prepare = _PREPARE.get()
+    if prepare is not None:
+        prepare(made, prefix)
+    return made
 
 
 def _uncopied(model: nn.Module) -> PlanError | None:

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshplan import compat
-from meshplan.compiler import aten
+from meshplan.compiler import aten, experts
 from meshplan.compiler.capture import Call, Ref, Trace
 from meshplan.compiler.context import MARK, ContextAt, inner_of, method_of
 from meshplan.compiler.edits import Replacement
+from meshplan.compiler.experts import ExpertsAt
 from meshplan.compiler.kinds import Kind, replicated, splits
 from meshplan.compiler.layout import Axis
 from meshplan.compiler.match import Choice, choose, copies_of
@@ -23,6 +24,7 @@ from meshplan.compiler.rules.base import MISSING, REP, Op, Strategy
 from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups
 from meshplan.ops.attention.legal import check_heads
+from meshplan.ops.experts.call import experts_call
 from meshplan.plan.placements import Mirrored, Shard
 from meshplan.runtime import replace
 from meshplan.runtime.comm import chunk_size
@@ -31,13 +33,21 @@ from meshplan.runtime.comm import chunk_size
 class Chooser:
     """Strategies for the calls of one trace. Recorded aten ops are kept, since every pass and every axis asks again."""
 
-    def __init__(self, trace: Trace, groups: Groups, context: ContextAt | None = None) -> None:
-        self.trace, self.groups, self.context = trace, groups, context
+    def __init__(
+        self, trace: Trace, groups: Groups, context: ContextAt | None = None, routed: ExpertsAt | None = None
+    ) -> None:
+        self.trace, self.groups, self.context, self.routed = trace, groups, context, routed
         self._ops: dict[int, tuple[Op, list[int]]] = {}
         self._aten: dict[int, tuple[list[aten.AtenOp], list[Tensor], list[Tensor]]] = {}
 
     def choose(
-        self, rec: Call, kinds: Sequence[Kind], params: Sequence[bool], degree: int, requires: Sequence[bool], axis: str = ""
+        self,
+        rec: Call,
+        kinds: Sequence[Kind],
+        params: Sequence[bool],
+        degree: int,
+        requires: Sequence[bool],
+        axis: str = "",
     ) -> Choice | None:
         """The cheapest way to run `rec` on one axis, its `wanted` in the order of the call's tensors."""
         if idle(rec):
@@ -45,6 +55,8 @@ class Chooser:
         outs = len(rec.outs)
         whole = Strategy((REP,) * len(kinds), (REP,) * outs)
         tensors = [self.trace.values[v] for v in rec.ins]
+        if rec.func is experts_call:
+            return choose(experts.strategies(rec), kinds, tensors, params, degree)
         shards = degree // copies_of(kinds)
         rule = semantic.RULES.get(rec.func)
         if rule is not None:
@@ -63,6 +75,11 @@ class Chooser:
         elif len(ops) == 1 and ops[0].ins == tuple(id(t) for t in tensors):
             strategies += aten.rule_of(ops[0], shards)
         return choose([*strategies, whole], kinds, tensors, params, degree, rec.in_place)
+
+    def splits_whole(self, rec: Call, axis: Axis) -> bool:
+        """Whether the operator in place of `rec` shares out its arguments over an axis on which all of them are whole: a token
+        would be routed by each of its ranks otherwise. Raises PlanError `experts-tokens` where it could not."""
+        return rec.func is experts_call and self.routed is not None and self.routed.shares_out(rec, axis)
 
     def semantic_op(self, rec: Call) -> tuple[Op, list[int]]:
         """`rec` with its arguments in signature order, and for each tensor its number in the call."""
@@ -111,6 +128,10 @@ class Chooser:
         self, rec: Call, names: set[str], chosen: dict[str, Strategy], axes: list[Axis]
     ) -> Replacement | None:
         """The semantic operator that must run in place of `rec`, with its settings; None where the call can stay."""
+        if rec.func is experts_call:
+            assert self.routed is not None
+            inside = tuple(axis for axis, s in chosen.items() if s.replace == experts.INSIDE)
+            return self.routed.replacement(rec.module, inside)
         over = next(((axis, s) for axis, s in chosen.items() if s.replace and s.replace.startswith(MARK)), None)
         if over is not None:
             return self._over_context(rec, *over, chosen, axes)

@@ -17,18 +17,20 @@ from meshplan.compiler.reach import Reach, node_of
 from meshplan.compiler.repeats import FullTraceNeeded, moved_path
 from meshplan.compiler.sites import Site
 from meshplan.errors import Where
-from meshplan.runtime.comm import AxisGroup
+from meshplan.runtime.comm import UNEVEN, AxisGroup
 
 
 @dataclass(frozen=True)
 class Sent:
-    """One collective as the rank makes it: the full tensor's elements (padding included) and torch dtype name."""
+    """One collective as the rank makes it: the full tensor's elements (padding included) and torch dtype name. Of a `routed` one
+    they are those of an even routing."""
 
     op: str
     axis: str
     ranks: int
     elements: int
     dtype: str
+    routed: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,17 @@ class Timeline:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.constants: set[int] = set()  # storages of parameters and buffers, which are there anyway
-        self._standing: list[tuple[str, list[Any], list[Any]]] = []  # layers not run: what their equal's returned, and theirs
+        self._standing: list[
+            tuple[str, list[Any], list[Any]]
+        ] = []  # layers not run: what their equal's returned, and theirs
         self._heard: list[Sent] = []
         self._live: dict[int, _Gathered] = {}
         self._stored: set[int] = set()
 
     def heard(self, op: str, group: AxisGroup, full: Tensor) -> None:
-        self._heard.append(Sent(op, group.axis, group.size, full.numel(), str(full.dtype).removeprefix("torch.")))
+        routed = op == UNEVEN
+        name = str(full.dtype).removeprefix("torch.")
+        self._heard.append(Sent("all_to_all" if routed else op, group.axis, group.size, full.numel(), name, routed))
 
     def enter(self, path: str, inputs: Sequence[Tensor]) -> None:
         """A module begins, handed `inputs`."""
@@ -197,7 +203,8 @@ class Timeline:
                 at, inputs = inside.pop()
                 live = live and any(map(reach.node, node.nodes))
                 entered = reach.through(inputs.nodes, inputs.number, node.number) or any(
-                    n in node.nodes for n in inputs.nodes  # handed back as it came
+                    n in node.nodes
+                    for n in inputs.nodes  # handed back as it came
                 )
                 self.events[at] = replace(self.events[at], grad=self.events[at].grad and live and entered)
             elif e.what == "saved":
@@ -226,7 +233,9 @@ class Timeline:
         if out.requires_grad and live:
             torch.autograd.grad(out, live, torch.empty_like(out), retain_graph=True, allow_unused=True)
         own = len(self._heard)
-        if live:  # where one input is made from another (a parameter of an earlier call), what is between them was heard too
+        if (
+            live
+        ):  # where one input is made from another (a parameter of an earlier call), what is between them was heard too
             ones = [torch.empty_like(t) for t in live]
             torch.autograd.grad(live, live, ones, retain_graph=True, allow_unused=True)
         back = tuple(self._heard[: 2 * own - len(self._heard)])

@@ -44,6 +44,7 @@ def apply_fsdp(
     shard_dim_of: ShardDimOf | None = None,
     gradient_divide_factor: float | None = None,
     whole: frozenset[str] = frozenset(),
+    lifted: frozenset[str] | None = None,
 ) -> nn.Module:
     """Shard `model`'s parameters, in place, and return it.
 
@@ -62,6 +63,7 @@ def apply_fsdp(
             mean also when there is one shard and several replicas.
         whole: names of parameters that are not cut. They become DTensors replicated on the mesh of the others, so that
             optimizers meet one mesh; averaging their gradients is left to the caller.
+        lifted: those of `whole` for which that is so, None for all; the others lie on a mesh of their own already.
 
     Raises:
         PlanError, before anything is changed: `bad-fsdp-strategy`, `mesh-not-replicate-by-shard`, `bad-reshard`,
@@ -99,7 +101,7 @@ def apply_fsdp(
             ignored_params=set(own.foreign) or None,
         )
         _divide_by(own.module, gradient_divide_factor, shard, replicate or 1)
-    _lift(model, whole, mesh)
+    _lift(model, whole if lifted is None else whole & lifted, mesh)
     modules = [own.module for own in owned]
     sharded = Sharded(model, [g for m in modules if (g := compat.fsdp_group(m)) is not None], stage)
     sharded.install()

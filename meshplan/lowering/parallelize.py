@@ -184,8 +184,9 @@ def _axes_sets(core: Core) -> list[tuple[str, ...]]:
                 sets += [
                     v
                     for k, v in edit.replacement.settings
-                    if k in ("rows", "classes", "tokens", "normed") and len(v) > 1
+                    if k in ("rows", "classes", "tokens", "normed", "ep") and len(v) > 1
                 ]
+    sets += [how.data for how in by_reduction(core) if len(how.data) > 1]
     return list(dict.fromkeys(sets))
 
 
@@ -202,15 +203,18 @@ def _apply_data(model: nn.Module, core: Core, groups: Groups) -> None:
         reduce_dtype=section.reduce_dtype, output_dtype=section.output_dtype,
         reshard_after_forward=section.reshard_after_forward,
         shard_dim_of=lambda p: cuts[by_param[id(p)]], whole=kept_whole(core),
+        lifted=frozenset(name for name, p in core.params.items() if not p.routed),
     )  # fmt: skip
 
 
 def reductions(params: Mapping[str, nn.Parameter], core: Core, groups: Groups) -> list[Reduction]:
     """Which parameters' gradients are reduced after backward, grouped by the axes they are partial on."""
     out = []
-    for (sums, means), many in by_reduction(core).items():
-        data = groups.group(*DATA_AXES) if means else None
-        out.append(Reduction(tuple(params[p.name] for p in many), tuple(groups.group(a) for a in sums), data))
+    for how, many in by_reduction(core).items():
+        # An expert without copies still is a mean over the data ranks: a group of one.
+        data = groups.group(*how.data) if how.data else groups.alone() if how.divisor > 1 else None
+        sums = tuple(groups.group(a) for a in how.sums)
+        out.append(Reduction(tuple(params[p.name] for p in many), sums, data, how.divisor))
     return out
 
 

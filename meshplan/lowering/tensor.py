@@ -33,9 +33,9 @@ def distribute_parameters(model: nn.Module, core: Core, built: BuiltMesh, axes: 
     All parameters are lifted onto the one mesh, replicated where the plan says nothing, so that optimizers and clipping
     meet one mesh. Ties survive; nothing is communicated: every rank cuts its own full copy (or meta tensor).
     """
-    if not axes:
+    routed = core.experts.view.axes("ep") if core.experts else ()
+    if not axes and not routed:
         return
-    mesh = built.mesh_of(*axes)
     made: dict[int, nn.Parameter] = {}
     names = {id(p): name for name, p in model.named_parameters()}
     for module in model.modules():
@@ -43,7 +43,9 @@ def distribute_parameters(model: nn.Module, core: Core, built: BuiltMesh, axes: 
             if p is None:
                 continue
             if id(p) not in made:
-                made[id(p)] = _distributed(p, core.params[names[id(p)]], built, axes, mesh)
+                plan = core.params[names[id(p)]]
+                own = tuple(a for a in built.spec.names if a in axes or (plan.routed and a in routed))
+                made[id(p)] = _distributed(p, plan, built, own, built.mesh_of(*own)) if own else p
             module._parameters[name] = made[id(p)]
 
 
@@ -53,7 +55,7 @@ def _distributed(p: nn.Parameter, plan: ParamPlan, built: BuiltMesh, axes: tuple
     placements: list[Any] = []
     for axis in axes:
         parent = spec.parent(axis)
-        shard = shards.get(parent)
+        shard = shards.get(axis, shards.get(parent))
         if shard is None or (shard.copies > 1 and axis == sub_axes(parent)[1]):
             placements.append(Replicate())
             continue
@@ -104,6 +106,8 @@ def bind_program(
     for path, name, axis in program.first_only:
         views.setdefault((path, name), []).append(BoundMove("R", "I", groups.group(axis)))
     again = {b.site.module for b in program.boundaries if b.regather}
+    if core.experts is not None:
+        core.experts.put(model)
     callers = set(program.edits)
     sleepers = {callee for caller, callee in program.calls if caller in callers}
     for path, module in modules.items():
@@ -142,7 +146,7 @@ def _views_of(
         if full in whole and section and section.param_dtype and p.is_floating_point():
             # FSDP shows its parameters in the dtype of computation; one that it leaves alone is cast here.
             own = (partial(Tensor.to, dtype=section.param_dtype), *own)
-        if own or dtensor or full in whole:
+        if own or dtensor or full in whole or (full and core.params[full].routed):
             found[name] = own
     return found
 

@@ -46,6 +46,10 @@ class Groups:
         label = group_label(self.spec, busy) if busy else "+".join(axes)
         return AxisGroup(label, size, self.spec.coord(self.rank, *axes), name, self.on_call)
 
+    def alone(self) -> AxisGroup:
+        """This rank by itself."""
+        return AxisGroup("none", 1, 0)
+
     def _name(self, busy: tuple[str, ...]) -> str | None:
         return None
 

@@ -21,6 +21,8 @@ from meshplan.errors import PlanError
 _ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE, _ALL_TO_ALL, _WAIT = compat.functional_collectives()
 
 OnCall = Callable[[str, "AxisGroup", Tensor], None]
+UNEVEN = "all_to_all_uneven"
+"""What an abstract group calls an all_to_all whose sizes depend on data; those that it is told of are examples."""
 
 
 def chunk_sizes(size: int, n: int) -> list[int]:
@@ -172,7 +174,7 @@ class AxisGroup:
             return x
         x = x.contiguous()
         if self.name is None:
-            self._tell("all_to_all", x)
+            self._tell(UNEVEN, x)
             return x.new_empty((sum(receive), *x.shape[1:]))
         return _send(_ALL_TO_ALL, x, list(receive), list(send), self.name)
 

@@ -28,17 +28,19 @@ class Reduction:
     Attributes:
         sums: groups over which gradients are partial sums.
         means: group of the data ranks over which they are averaged, or None (FSDP does it, or there is one rank).
+        divisor: what the sum over them is divided by; None is their number.
     """
 
     params: tuple[nn.Parameter, ...]
     sums: tuple[AxisGroup, ...]
     means: AxisGroup | None
+    divisor: int | None = None
 
     @property
     def key(self) -> tuple[object, ...]:
         """What makes two reductions one: the same parameters, over the same groups."""
         means = self.means and self.means.axis
-        return tuple(map(id, self.params)), tuple(group.axis for group in self.sums), means
+        return tuple(map(id, self.params)), tuple(group.axis for group in self.sums), means, self.divisor
 
 
 def same(a: Sequence[Reduction], b: Sequence[Reduction]) -> bool:
@@ -150,7 +152,7 @@ class Gradients:
             for group in reduction.sums:
                 flat = group.all_reduce(flat)
             if reduction.means is not None:
-                flat = reduction.means.all_reduce(flat).div_(reduction.means.size)
+                flat = reduction.means.all_reduce(flat).div_(reduction.divisor or reduction.means.size)
             compat.unpack_into(bucket, flat)
         for p in missed:
             if not _local(p).any():  # no rank has: an optimizer leaves it alone, and does not let it decay

@@ -20,7 +20,9 @@ from meshplan.ops.cross_entropy import cross_entropy
 from meshplan.ops.dropout import DropoutStreams, Runs, dropout
 from meshplan.ops.dropout_attention import scaled_dot_product_attention
 from meshplan.ops.embedding import embedding
+from meshplan.ops.experts.experts import dispatch_of, routed_experts
 from meshplan.plan.placements import Shard, dealt, parts_inside
+from meshplan.runtime.boundary import BoundMove
 from meshplan.runtime.comm import chunk_offset, chunk_sizes
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]
@@ -30,7 +32,7 @@ def bind(name: str, settings: Mapping[str, Any], groups: Groups, streams: Dropou
     """A function `(func, args, kwargs) -> Tensor` that stands for the torch call `func(*args, **kwargs)` on this rank.
 
     Arguments:
-        name: embedding, cross_entropy, split_norm, dropout, attention_dropout or context_attention.
+        name: embedding, cross_entropy, split_norm, dropout, attention_dropout, context_attention or experts.
         settings: the compiler's, see `Chooser.replacement`.
         groups: this rank's groups, real or abstract.
         streams: keys of the dropout calls; None while compiling, where no key matters.
@@ -94,7 +96,9 @@ def _split_norm(settings: Mapping[str, Any], groups: Groups, streams: DropoutStr
 def offsets_of(shape: Sequence[int], shards: Sequence[tuple[str, Shard]], groups: Groups) -> list[int | Runs]:
     """Where this rank's part begins on each dim, or its runs where it is not one; an axis further in splits what an outer one
     left."""
-    held: list[list[tuple[int, int]]] = [[(0, size)] for size in shape]  # (start, length) in the order of the rank's part
+    held: list[list[tuple[int, int]]] = [
+        [(0, size)] for size in shape
+    ]  # (start, length) in the order of the rank's part
     outer: dict[int, list[tuple[tuple[int, ...] | None, int]]] = {}
     for axis, shard in shards:
         group, runs = groups.group(axis), held[shard.dim]
@@ -156,6 +160,29 @@ def _context_attention(settings: Mapping[str, Any], groups: Groups, streams: Dro
     return run
 
 
+def _experts(settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
+    group, experts = groups.group(*settings["ep"]) if settings["ep"] else _alone(), settings["experts"]
+    held = experts // group.size if settings["packed"] else experts
+    # Experts that hold parameters of their own are all there, and numbered as in the model.
+    first = 0 if settings["packed"] else group.rank * (experts // group.size)
+    sharing = groups.group(*settings["inside"]) if settings["inside"] else _alone()
+
+    def moved(x: Tensor, out: bool, size: int) -> Tensor:
+        whole = "I" if x.requires_grad else "N"
+        src, dst = ("S", whole) if out else (whole, "S")
+        return BoundMove(src, dst, sharing, 0, size)(x) if sharing.size > 1 else x
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        own, *given = args[:4]
+        size = given[0].shape[0]
+        tokens, indices, weights = (moved(x, False, size) for x in given)
+        how = dispatch_of(settings["dispatch"], group.size, indices.shape[1])
+        out = routed_experts(tokens, indices, weights, own.body(held, first), experts=experts, group=group, **how)
+        return moved(out, True, size)
+
+    return run
+
+
 def _dropout(settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
     shape, module = settings["global_shape"], settings["module"]
     offsets = offsets_of(shape, settings["shards"], groups)
@@ -189,4 +216,5 @@ _BINDERS: dict[str, Callable[[Mapping[str, Any], Groups, DropoutStreams | None],
     "dropout": _dropout,
     "attention_dropout": _attention_dropout,
     "context_attention": _context_attention,
+    "experts": _experts,
 }

@@ -26,7 +26,7 @@ from meshplan.runtime.simulated import SimulatedGroups, World
 from meshplan.verify.inputs import make_batch
 from meshplan.verify.job import in_dtype
 from meshplan.verify.layouts import distance, infer, nested, show, take
-from meshplan.verify.simulate import Run, cores_of, randomised, run_rank, run_single
+from meshplan.verify.simulate import Run, axes_of, cores_of, randomised, run_rank, run_single
 
 RTOL = 1e-9
 SMALL = 1e-6
@@ -168,14 +168,15 @@ class _Comparison:
     def _parameter(self, name: str) -> None:
         plan, want = self.core.params[name], self.one.grads[name]
         shards = dict(plan.shards)
-        kinds: list[Kind] = [shards.get(a, R if a in plan.reduce else I) for a in self.axes]
+        axes = axes_of(self.core, plan)
+        kinds: list[Kind] = [shards.get(a, R if a in plan.reduce else I) for a in axes]
         shapes = [p.grads.get(name) for p in self.ranks]
-        local = [take(want, kinds, self.axes, self.spec, r) for r in range(len(self.ranks))]
+        local = [take(want, kinds, axes, self.spec, r) for r in range(len(self.ranks))]
         values = [torch.zeros_like(like) if g is None else g for g, like in zip(shapes, local, strict=True)]
-        apart_by = distance(values, kinds, self.axes, self.spec, want, floor=self.floor, gradient=True)
+        apart_by = distance(values, kinds, axes, self.spec, want, floor=self.floor, gradient=True)
         if apart_by > self.allowed[-1]:
             raise PlanError(
-                f"the gradient of {name} does not fit {show(kinds, self.axes)} as declared, "
+                f"the gradient of {name} does not fit {show(kinds, axes)} as declared, "
                 f"relative distance {apart_by:.1e}",
                 code="not-aligned", module=name.rpartition(".")[0],
             )  # fmt: skip

@@ -112,7 +112,7 @@ def first_difference(
 
     Arguments:
         predicted: dicts `{phase, op, axis, ranks_per_group, count, dtype, elements, module, tensor, ...}` in program
-            order; `count` ones in a row; `elements` None (routing decides) matches any number.
+            order; `count` ones in a row; where `routed`, data decides on `elements`, and any number matches.
         recorded: what `rank` issued.
         spec: the mesh; the ranks of an axis it knows (`tp`, `dp_shard+cp`) are compared, of others only their number.
     """
@@ -133,7 +133,7 @@ def first_difference(
 
 def _mismatch(want: Mapping[str, Any], got: Collective, spec: MeshSpec, rank: int) -> list[str]:
     wrong = [key for key in ("phase", "op", "dtype") if want[key] != getattr(got, key)]
-    if want["elements"] is not None and want["elements"] != got.elements:
+    if not want.get("routed") and want["elements"] != got.elements:
         wrong.append("elements")
     axes = str(want["axis"]).split("+")
     known = all(spec.leaves(axis) for axis in axes)
@@ -155,7 +155,7 @@ def _seen(c: Collective) -> str:
 
 def _foreseen(entry: Mapping[str, Any]) -> str:
     whose = " ".join(str(entry[key]) for key in ("module", "tensor") if entry.get(key))
-    elements = "routed" if entry["elements"] is None else entry["elements"]
+    elements = "routed" if entry.get("routed") else entry["elements"]
     text = (
         f"{entry['phase']} {entry['op']} of {elements} {entry['dtype']} over {entry['axis']} {entry['ranks_per_group']}"
     )

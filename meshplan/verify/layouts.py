@@ -59,7 +59,7 @@ def take_gradient(g: Tensor, kinds: Sequence[Kind], axes: Sequence[str], spec: M
 def _scale(axis: str, kind: Kind, spec: MeshSpec) -> int:
     """By how much a rank's own share of a gradient is too large: gradients are averaged over data axes in the end, so all
     but the whole ones of an I value are kept times n there (`meshplan.runtime.boundary`)."""
-    return 1 if kind == I or axis not in DATA_AXES else spec.degree(axis)
+    return 1 if kind == I or spec.parent(axis) not in DATA_AXES else spec.degree(axis)
 
 
 def whole(

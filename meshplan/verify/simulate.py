@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshplan import compat
 from meshplan.compiler.compile import compile_core
 from meshplan.compiler.kinds import Kind, N
-from meshplan.compiler.lowered import Core
+from meshplan.compiler.lowered import Core, ParamPlan
 from meshplan.compiler.pieces import random
 from meshplan.compiler.uses import settled
 from meshplan.errors import PlanError
@@ -54,7 +54,13 @@ def randomised(model: nn.Module, seed: int) -> nn.Module:
 
 
 def cores_of(
-    model: nn.Module, plan: Plan, spec: MeshSpec, batch: Mapping[str, Any], world: int, check: str = "off", fold: bool = False
+    model: nn.Module,
+    plan: Plan,
+    spec: MeshSpec,
+    batch: Mapping[str, Any],
+    world: int,
+    check: str = "off",
+    fold: bool = False,
 ) -> list[Core]:
     """The program of each rank; one for all where every split is even.
 
@@ -158,13 +164,21 @@ def _backward(out: Any, cotangents: Sequence[Tensor | None], core: Core, rank: i
     torch.autograd.backward([o for o, _ in pulled], [g for _, g in pulled])
 
 
+def axes_of(core: Core, plan: ParamPlan) -> tuple[str, ...]:
+    """The axes on which a parameter lies: those of the program, cut where experts are spread over a part of one."""
+    axes = core.program.axes
+    return tuple(leaf for a in axes for leaf in core.spec.leaves(a)) if plan.routed else axes
+
+
 def local_model(single: nn.Module, core: Core, rank: int) -> nn.Module:
     """A copy that holds this rank's shards as plain parameters."""
     memo: dict[int, Any] = {}
     for name, p in single.named_parameters():
-        shards = dict(core.params[name].shards)
-        kinds: list[Kind] = [shards.get(axis, N) for axis in core.program.axes]
-        memo[id(p)] = nn.Parameter(take(p.detach(), kinds, core.program.axes, core.spec, rank), p.requires_grad)
+        plan = core.params[name]
+        axes = axes_of(core, plan)
+        shards = dict(plan.shards)
+        kinds: list[Kind] = [shards.get(axis, N) for axis in axes]
+        memo[id(p)] = nn.Parameter(take(p.detach(), kinds, axes, core.spec, rank), p.requires_grad)
     return copy.deepcopy(single, memo)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from meshplan.errors import PlanError
@@ -11,6 +13,19 @@ from meshplan.ops.experts.contract import Body, check
 from meshplan.runtime.comm import AxisGroup
 
 DISPATCHES = ("alltoall", "allgather")
+WORTH = 0.9
+"""A token travels once per rank where that is at most this part of once per expert: indices and weights go along then."""
+
+
+def dispatch_of(name: str, ranks: int, k: int) -> dict[str, Any]:
+    """The arguments of `routed_experts` for a plan's `dispatch`, `auto` by the rows that are expected to travel.
+
+    Raises PlanError `bad-value` for one that cannot run here.
+    """
+    if name in ("auto", "alltoall"):
+        once = ranks * (1 - (1 - 1 / ranks) ** k)  # rows a token, of k (see alltoall.py)
+        return {"dispatch": "alltoall", "dedup": name == "auto" and once <= WORTH * k}
+    return {"dispatch": name}
 
 
 def routed_experts(

@@ -1,0 +1,215 @@
+"""The plan's `experts` section on one model: which modules are experts, how their ranks lie, and how a call is split."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from meshplan.compiler.bind import Bound, BoundParam
+from meshplan.compiler.capture import Call
+from meshplan.compiler.edits import Edit, Replacement
+from meshplan.compiler.layout import Axis
+from meshplan.compiler.rules.base import REP, Strategy
+from meshplan.errors import PlanError
+from meshplan.mesh.spec import MeshSpec
+from meshplan.ops.experts.call import Routed
+from meshplan.ops.experts.views import ExpertView, expert_view
+from meshplan.plan.placements import Shard
+
+if TYPE_CHECKING:
+    from meshplan.compiler.lowered import ParamPlan
+
+OPERATOR = "experts"
+"""The semantic operator that routes tokens over the ranks of ep."""
+INSIDE = "experts:inside"
+"""The same on an axis on which the tokens are whole: the operator shares them out, and gathers the results."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One experts module.
+
+    Attributes:
+        path: where it is.
+        experts: how many it has.
+        packed: names of its parameters, each of which holds all experts along dim 0 and is split over ep; empty where each
+            expert has parameters of its own, which then live like any others and are used on the rank of their expert alone.
+        sizes: its attributes that count the experts.
+    """
+
+    path: str
+    experts: int
+    packed: tuple[str, ...]
+    sizes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ExpertsAt:
+    """The experts modules of a plan, on a view of the mesh."""
+
+    view: ExpertView
+    modules: Mapping[str, Found]
+    dispatch: str
+
+    @classmethod
+    def of(cls, bound: Bound, model: nn.Module, spec: MeshSpec) -> ExpertsAt | None:
+        """None where the plan has no such section.
+
+        Raises PlanError: `expert-fold`, `experts-not-found`, `experts-split`.
+        """
+        section = bound.plan.experts
+        if section is None:
+            return None
+        try:
+            view = expert_view(spec, section.ep, section.etp)
+        except PlanError as error:
+            raise error.at(section.source.where) from None
+        found = {f.path: f for path in bound.experts for f in _inside(path, model, bound)}
+        for f in found.values():
+            if f.experts % section.ep:
+                near = [d for d in range(1, f.experts + 1) if f.experts % d == 0]
+                raise PlanError(
+                    f"{f.path} has {f.experts} experts, and experts.ep is {section.ep}", code="experts-split", module=f.path,
+                    where=section.source.child("ep").where, legal="ep: " + ", ".join(map(str, near)),
+                )  # fmt: skip
+        return cls(view, found, section.dispatch)
+
+    @property
+    def packed(self) -> dict[str, Found]:
+        """The experts module of each parameter that is split over ep."""
+        return {name: f for f in self.modules.values() for name in f.packed}
+
+    def shares_out(self, call: Call, axis: Axis) -> bool:
+        """Whether tokens that are whole on `axis` are shared out among its ranks: on every axis but those of data, whose
+        ranks average their losses.
+
+        Raises PlanError `experts-tokens` where ep borrows such an axis.
+        """
+        if not axis.data:
+            return True
+        if axis.name in self.view.borrowed:
+            raise PlanError(
+                f"ep borrows {axis.name}, whose ranks all have the same tokens", code="experts-tokens", where=call.where,
+                module=call.module, legal=f"inputs placed {{{axis.name}: S(...)}}",
+            )  # fmt: skip
+        return False
+
+    def replacement(self, module: str, inside: tuple[str, ...]) -> Replacement:
+        """The operator that runs for the experts at `module`, with tokens shared out over the axes `inside`."""
+        found = self.modules[module]
+        return Replacement(
+            OPERATOR,
+            (
+                ("module", module), ("experts", found.experts), ("ep", self.view.axes("ep")), ("dispatch", self.dispatch),
+                ("packed", bool(found.packed)), ("inside", inside),
+            ),
+        )  # fmt: skip
+
+    def spread(self, plan: ParamPlan) -> ParamPlan:
+        """A packed parameter, split along dim 0 over the axes of ep in turn; its gradient is then a sum over the tokens of all
+        ranks of ep, and still a summand over its copies.
+
+        Raises PlanError `experts-split` where a rule splits it too.
+        """
+        axes = self.view.axes("ep")
+        if any(self.view.spec.degree(shard_axis) > 1 for shard_axis, _ in plan.shards):
+            raise PlanError(
+                f"{plan.name} holds experts, which are split over ep, and the plan splits it over {plan.shards[0][0]} too",
+                code="experts-split", module=plan.name.rpartition(".")[0], legal="no rule for it",
+            )  # fmt: skip
+        left = tuple(leaf for axis in plan.reduce for leaf in self.view.spec.leaves(axis) if leaf not in axes)
+        return replace(plan, shards=tuple((axis, Shard(0)) for axis in axes), reduce=left, routed=True)
+
+    def put(self, model: nn.Module, prefix: str = "") -> None:
+        """Let every experts module of `model`, which is the one at `prefix` (with a dot) of the whole model, be called as one
+        operator."""
+        for path, found in self.modules.items():
+            if path.startswith(prefix):
+                try:
+                    module = model.get_submodule(path[len(prefix) :])
+                except AttributeError:  # in a layer that another stands for
+                    continue
+                held = module.__dict__.get("_meshplan_forward", module.forward)  # of a model that is lowered already
+                if not isinstance(held, Routed):
+                    module.forward = Routed(module, path, found.experts, found.sizes)
+
+
+def _inside(path: str, model: nn.Module, bound: Bound) -> list[Found]:
+    """The experts modules at `path` or below it. Raises PlanError `experts-not-found` if there are none."""
+    root = model.get_submodule(path)
+    found: list[Found] = []
+    for inner, module in root.named_modules():
+        here = ".".join(filter(None, (path, inner)))
+        if not any(_below(here, f.path) for f in found) and _takes_three(module):
+            params = {name: p for name, p in bound.params.items() if _below(name, here)}
+            experts = _count(module, here, params)
+            if experts:
+                packed = tuple(name for name in params if name.rpartition(".")[0] == here)
+                packed = packed if len(packed) == len(params) else ()
+                sizes = (
+                    tuple(k for k, v in module.__dict__.items() if type(v) is int and v == experts) if packed else ()
+                )
+                found.append(Found(here, experts, packed, sizes))
+    if not found:
+        section = bound.plan.experts
+        assert section is not None
+        raise PlanError(
+            f"no experts were found in {path or 'the model'}: no module there takes (tokens, indices, weights) and holds as many "
+            "equal parts of parameters", code="experts-not-found", module=path, where=section.source.child("at").where,
+            legal="the MoE block or its experts module, whose forward(tokens [T, H], indices [T, k], weights [T, k]) sums the "
+            "weighted results of the experts; its parameters have an expert a row of dim 0, or it holds a module an expert",
+        )  # fmt: skip
+    return found
+
+
+def _below(name: str, path: str) -> bool:
+    return path == "" or name == path or name.startswith(f"{path}.")
+
+
+def _takes_three(module: nn.Module) -> bool:
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(plain) == 3 and all(p.default is p.empty for p in plain)
+
+
+def _count(module: nn.Module, path: str, params: Mapping[str, BoundParam]) -> int:
+    """How many experts a module holds: the length of dim 0 of all its parameters, or its children that are alike; 0 if none."""
+    if not params:
+        return 0
+    if all(name.rpartition(".")[0] == path for name in params):
+        rows = {p.shape[0] if p.shape else 0 for p in params.values()}
+        return rows.pop() if len(rows) == 1 and max(len(p.shape) for p in params.values()) > 2 else 0
+    for children in (module, *module.children()):
+        alike = {tuple((name, tuple(p.shape)) for name, p in child.named_parameters()) for child in children.children()}
+        number = len(list(children.children()))
+        if len(alike) == 1 and number > 1 and () not in alike:
+            return number
+    return 0
+
+
+def strategies(call: Call) -> list[Strategy]:
+    """Tokens anywhere: each rank routes its own, whole experts are reached through ep, and parameters' gradients are summands."""
+    rest = (REP,) * (len(call.ins) - 3)
+    return [Strategy((Shard(0), Shard(0), Shard(0), *rest), (Shard(0),), OPERATOR)]
+
+
+def refuse_uncalled(bound: Bound, at: ExpertsAt | None, edits: Iterable[tuple[str, Edit]]) -> None:
+    """Raise PlanError `experts-not-found` for experts that the model did not call."""
+    if at is None:
+        return
+    ran = {path for path, e in edits if e.replacement is not None and e.replacement.name == OPERATOR}
+    for path in at.modules:
+        if path not in ran:
+            section = bound.plan.experts
+            assert section is not None
+            raise PlanError(
+                f"{path} is taken for experts, and the model did not call it", code="experts-not-found", module=path,
+                where=section.source.child("at").where, legal="modules that the forward calls",
+            )  # fmt: skip
