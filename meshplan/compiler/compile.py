@@ -18,6 +18,7 @@ from meshplan.compiler.context import ContextAt, refuse_compiled_rings, refuse_u
 from meshplan.compiler.examples import Example, by_name, example_inputs, refuse_ignored
 from meshplan.compiler.expand import expand_repeats
 from meshplan.compiler.experts import ExpertsAt, refuse_uncalled
+from meshplan.compiler.experts_check import check_experts
 from meshplan.compiler.few_heads import SplitNeeded, split_spec, sub_axes, with_copies
 from meshplan.compiler.foldable import foldable, heard_inside
 from meshplan.compiler.fsdp_cuts import fsdp_cuts, shards_parameters
@@ -114,6 +115,9 @@ def compile_core(
         refuse_ignored(model, bound, examples, trace.given, used)
         decided = tuple(map(final, result.decided))
     checked = check_uses(decided, axes, trace) if check == "values" else Checked()
+    if routed and check == "values":
+        routed, unchecked = check_experts(routed, model, trace)
+        checked = replace(checked, skipped=(*checked.skipped, *unchecked))
     expand_repeats(result, settled)
     program = replace(_program(bound, result, settled, axes, examples), checked=checked, asked=trace.asked)
     edits = [(path, e) for path, many in result.edits.items() for e in many.values()]

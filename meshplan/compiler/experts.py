@@ -18,6 +18,7 @@ from meshplan.errors import PlanError
 from meshplan.mesh.spec import MeshSpec
 from meshplan.ops.experts.call import Routed
 from meshplan.ops.experts.views import ExpertView, expert_view
+from meshplan.plan.patterns import match
 from meshplan.plan.placements import Shard
 
 if TYPE_CHECKING:
@@ -68,7 +69,17 @@ class ExpertsAt:
             view = expert_view(spec, section.ep, section.etp)
         except PlanError as error:
             raise error.at(section.source.where) from None
-        found = {f.path: f for path in bound.experts for f in _inside(path, model, bound)}
+        found = {f.path: f for path in bound.experts for f in experts_in(path, model, bound)}
+        for number, pattern in enumerate(section.at):
+            if not any(_below(f, path) for path in match(pattern, bound.experts) for f in found):
+                raise PlanError(
+                    f"no experts were found in {pattern or 'the model'}: no module there takes (tokens, indices, weights) and "
+                    "holds as many equal parts of parameters", code="experts-not-found",
+                    where=section.source.child("at").child(number).where,
+                    legal="the MoE block or its experts module, whose forward(tokens [T, H], indices [T, k], weights [T, k]) "
+                    "sums the weighted results of the experts; its parameters have an expert a row of dim 0, or it holds a "
+                    "module an expert",
+                )  # fmt: skip
         for f in found.values():
             if f.experts % section.ep:
                 near = [d for d in range(1, f.experts + 1) if f.experts % d == 0]
@@ -138,8 +149,8 @@ class ExpertsAt:
                     module.forward = Routed(module, path, found.experts, found.sizes)
 
 
-def _inside(path: str, model: nn.Module, bound: Bound) -> list[Found]:
-    """The experts modules at `path` or below it. Raises PlanError `experts-not-found` if there are none."""
+def experts_in(path: str, model: nn.Module, bound: Bound) -> list[Found]:
+    """The experts modules at `path` or below it."""
     root = model.get_submodule(path)
     found: list[Found] = []
     for inner, module in root.named_modules():
@@ -150,19 +161,9 @@ def _inside(path: str, model: nn.Module, bound: Bound) -> list[Found]:
             if experts:
                 packed = tuple(name for name in params if name.rpartition(".")[0] == here)
                 packed = packed if len(packed) == len(params) else ()
-                sizes = (
-                    tuple(k for k, v in module.__dict__.items() if type(v) is int and v == experts) if packed else ()
-                )
+                counts = (k for k, v in module.__dict__.items() if type(v) is int and v == experts)
+                sizes = tuple(counts) if packed else ()
                 found.append(Found(here, experts, packed, sizes))
-    if not found:
-        section = bound.plan.experts
-        assert section is not None
-        raise PlanError(
-            f"no experts were found in {path or 'the model'}: no module there takes (tokens, indices, weights) and holds as many "
-            "equal parts of parameters", code="experts-not-found", module=path, where=section.source.child("at").where,
-            legal="the MoE block or its experts module, whose forward(tokens [T, H], indices [T, k], weights [T, k]) sums the "
-            "weighted results of the experts; its parameters have an expert a row of dim 0, or it holds a module an expert",
-        )  # fmt: skip
     return found
 
 
@@ -176,7 +177,7 @@ def _takes_three(module: nn.Module) -> bool:
     except (TypeError, ValueError):
         return False
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(plain) == 3 and all(p.default is p.empty for p in plain)
+    return len(plain) == 3
 
 
 def _count(module: nn.Module, path: str, params: Mapping[str, BoundParam]) -> int:

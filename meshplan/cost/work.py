@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshplan.ops.experts.call import experts_call
+
 Count = Callable[[Sequence[Tensor], Tensor, tuple[Any, ...]], float]
 
 
@@ -40,12 +42,20 @@ def _attention(ins: Sequence[Tensor], out: Tensor, args: tuple[Any, ...]) -> flo
     return 2.0 * q[..., 0].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
+def _experts(ins: Sequence[Tensor], out: Tensor, args: tuple[Any, ...]) -> float:
+    chosen, parameters = ins[1].numel(), [p for p in ins[3:] if p.dim() > 1]
+    packed = all(p.shape[0] == parameters[0].shape[0] for p in parameters) and min(p.dim() for p in parameters) > 2
+    experts = parameters[0].shape[0] if packed else 1
+    return 2.0 * chosen * sum(p.numel() for p in parameters) / experts
+
+
 _T = torch.Tensor
 FLOPS: dict[Callable[..., Any], Count] = {
     F.linear: _contracted,
     **dict.fromkeys((torch.matmul, _T.matmul, _T.__matmul__, torch.bmm, _T.bmm, torch.mm, _T.mm, torch.mv, _T.mv), _contracted),
     _T.__rmatmul__: _reversed,
     **dict.fromkeys((torch.addmm, _T.addmm, torch.baddbmm, _T.baddbmm, torch.addbmm, _T.addbmm), _added),
+    experts_call: _experts,
     torch.einsum: _einsum,
     torch.functional.einsum: _einsum,
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _convolution),

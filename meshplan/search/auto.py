@@ -23,6 +23,7 @@ from meshplan.search.attempts import Attempt, Search
 from meshplan.search.axis import Limits
 from meshplan.search.batch import batch_inputs
 from meshplan.search.context import over_context, sequence_inputs
+from meshplan.search.experts import experts_section
 from meshplan.search.report import header, kept_whole
 from meshplan.search.trace import Traced, traced
 
@@ -48,6 +49,8 @@ def auto_plan(model: nn.Module, mesh: Mapping[str, int], inputs: Any, **options:
         fsdp: keys of the plan's `fsdp` section; by default zero3 over the repeated blocks where dp_shard has ranks.
         context: keys of the plan's `context` section where cp has ranks; by default a ring in zigzag order through every
             `scaled_dot_product_attention` of the sequence. Inputs with the sequence as dim 1 are split there.
+        experts: keys of the plan's `experts` section; without `at` those of every module that takes (tokens, indices, weights). By
+            default experts are parameters like any others.
         machine: whose links and rates the model takes; an H100 node by default.
         seconds: how long the solver may look for a better solution than the one it has.
 
@@ -68,16 +71,17 @@ def derive(
     fsdp: Mapping[str, Any] | None = None,
     world_size: int | None = None,
     context: Mapping[str, Any] | None = None,
+    experts: Mapping[str, Any] | None = None,
     machine: Machine | None = None,
     seconds: float = 5.0,
 ) -> Attempt:
     """As `auto_plan`, which explains the arguments, with what the plan was written from and what it lowers to."""
     given = by_name(model, inputs)
     machine = machine or Machine()
-    bare = Plan(mesh=dict(mesh), source=user_source())
+    bare = Plan(mesh=dict(mesh), experts=experts_section(model, experts), source=user_source())
     spec = MeshSpec.resolve(bare.mesh, world_size or math.prod(bare.mesh.values()))
     with fake_world() as mode:
-        program = traced(model, bare, given, mode)
+        program = traced(model, bare, given, mode, spec)
         batched = batch_inputs(program.inputs)
         base = replace(
             bare,

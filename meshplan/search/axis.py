@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from meshplan.compiler.experts import INSIDE
 from meshplan.compiler.kinds import I, Kind, P, R, replicated
 from meshplan.cost.machine import FREE, Cost, Link, Machine
 from meshplan.cost.work import flops, touched
@@ -232,6 +233,10 @@ class AxisProblem:
             x = self.program.values[node.ins[0]].tensor
             if option.ins[0].dim == x.dim() - 1:
                 return self._reduced(int(8 * x[..., 0].numel() * self.limits.share(node.ins[0])), 2, node.weight)
+        if option.replace == INSIDE:
+            # The results are gathered, and in backward the gradients of the tokens.
+            x = self.program.values[node.ins[0]].tensor
+            return self.link.cost("all_gather", int(x.nbytes * self.limits.share(node.ins[0]))) * (2 * node.weight)
         return FREE
 
     def _reduced(self, nbytes: int, times: int, weight: int) -> Cost:

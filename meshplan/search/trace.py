@@ -10,14 +10,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshplan import compat
-from meshplan.compiler.bind import bind
+from meshplan.compiler.bind import Bound, bind
 from meshplan.compiler.capture import capture
 from meshplan.compiler.compile import fake_inputs
 from meshplan.compiler.examples import example_inputs
+from meshplan.compiler.experts import ExpertsAt
 from meshplan.compiler.foldable import foldable
 from meshplan.compiler.kinds import Kind
 from meshplan.compiler.repeats import Equals, FullTraceNeeded
-from meshplan.compiler.skeleton import fake_copy
+from meshplan.compiler.skeleton import fake_copy, preparing
+from meshplan.mesh.spec import MeshSpec
 from meshplan.plan.plan import Plan
 from meshplan.search.program import Program, program_of
 
@@ -30,9 +32,15 @@ class Traced:
     inputs: dict[str, Tensor]
 
 
-def traced(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], mode: Any) -> Traced:
+def traced(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], mode: Any, spec: MeshSpec) -> Traced:
     """Trace `model` on its global `inputs`. Raises PlanError as lowering does where a program cannot be traced."""
     bound = bind(plan, model, given=tuple(inputs))
+    routed = ExpertsAt.of(bound, model, spec)
+    with preparing(routed.put if routed else None):
+        return _traced(model, bound, inputs, mode)
+
+
+def _traced(model: nn.Module, bound: Bound, inputs: Mapping[str, Any], mode: Any) -> Traced:
     unplaced: dict[str, list[Kind]] = {name: [] for name in bound.params}
     examples = example_inputs(model, bound, inputs, {})
     for folding in (lambda: foldable(model, mode, bound, unplaced, fake_inputs(examples, mode, None)), dict):

@@ -58,8 +58,10 @@ class Routed:
         if len(given) == 3 and all(isinstance(x, Tensor) for x in given):
             tokens, indices, weights = given
             routes = indices.dim() == 2 and indices.dtype in (torch.int64, torch.int32)
-            floats = tokens.is_floating_point() and weights.is_floating_point() and tokens.dim() == 2
-            if routes and floats and weights.shape == indices.shape and tokens.shape[0] == indices.shape[0]:
+            floats = tokens.is_floating_point() and weights.is_floating_point() and tokens.dim() == weights.dim() == 2
+            # On a rank, while compiling, each may come in a layout of its own.
+            fits = weights.shape == indices.shape and tokens.shape[0] == indices.shape[0]
+            if routes and floats and (fits or compat.is_fake(tokens)):
                 return tokens, indices, weights
         shown = [f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__ for x in given]
         raise PlanError(
