@@ -8,13 +8,21 @@ tensor it saved, where the walk first needs something saved in it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshplan.compiler.fsdp_cuts import by_reduction, fsdp_cuts, kept_whole, sharded_by_fsdp
+from meshplan.compiler.fsdp_cuts import (
+    by_reduction,
+    expert_axes,
+    fsdp_cuts,
+    fsdp_paths,
+    kept_whole,
+    sharded_by_fsdp,
+    sharded_experts,
+)
 from meshplan.compiler.fsdp_schedule import FsdpPolicy, FsdpUnit, Point, fsdp_events
 from meshplan.compiler.fsdp_units import fsdp_units
 from meshplan.compiler.lowered import Core, ParamPlan
@@ -74,11 +82,16 @@ def fsdp_of(model: nn.Module, core: Core, rank: int = 0) -> tuple[tuple[FsdpUnit
     by_id = {id(p): name for name, p in model.named_parameters()}
     cuts = fsdp_cuts(core)
     units = fsdp_units(
-        model, core.bound.fsdp_units, shard=shard, strategy=section.strategy,  # type: ignore[arg-type]
+        model, fsdp_paths(core), shard=shard, strategy=section.strategy,  # type: ignore[arg-type]
         reshard_after_forward=section.reshard_after_forward, shard_dim_of=lambda p: cuts[by_id[id(p)]],
         local_shape_of=lambda name, p: local_param_shape(core.params[name], spec, rank),
         unused=frozenset(n for n, p in core.params.items() if not p.reached), whole=kept_whole(core),
     )  # fmt: skip
+    own = sharded_experts(core)
+    if own:
+        axes = expert_axes(core)
+        label = group_label(spec, axes)
+        units = tuple(replace(u, shard=spec.degree(*axes), axis=label) if u.path in own else u for u in units)
     strategy: Any = section.strategy  # the plan has checked that it is one of FSDP's
     replicas = copies if copies > 1 else None
     policy = FsdpPolicy(strategy, shard, replicas, section.param_dtype, section.reduce_dtype)
@@ -223,9 +236,10 @@ class Walk:
     def _gradient_elements(self, p: ParamPlan) -> int:
         shape = list(local_param_shape(p, self.core.spec, self.rank))
         if self.step.policy is not None:
-            dim, at = fsdp_cuts(self.core)[p.name], self.core.spec.coord(self.rank, "dp_shard", "cp")
+            axes = expert_axes(self.core) if p.routed else ("dp_shard", "cp")
+            dim, at = fsdp_cuts(self.core)[p.name], self.core.spec.coord(self.rank, *axes)
             if dim is not None:
-                shape[dim] = chunk_sizes(shape[dim], self.step.policy.shard)[at]
+                shape[dim] = chunk_sizes(shape[dim], self.core.spec.degree(*axes))[at]
         total = 1
         for s in shape:
             total *= s

@@ -40,7 +40,7 @@ def divided(prober: Prober, base: Point) -> Divided:
             found.setdefault(move.axis, []).append(move.size)
     units, policy = fsdp_of(prober.model, core)
     shards = "*".join(a for a in ("dp_shard", "cp") if degree(a) > 1)
-    for p in (p for u in units for p in u.params):
+    for p in (p for u in units if not u.shard for p in u.params):
         if policy and policy.shard > 1 and p.local_shape[p.shard_dim] % policy.shard == 0:
             found.setdefault(shards, []).append(p.local_shape[p.shard_dim])
     return {axes: sizes for axes, sizes in found.items() if sizes}

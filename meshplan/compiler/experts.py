@@ -104,8 +104,8 @@ class ExpertsAt:
             return True
         if axis.name in self.view.borrowed:
             raise PlanError(
-                f"ep borrows {axis.name}, whose ranks all have the same tokens", code="experts-tokens", where=call.where,
-                module=call.module, legal=f"inputs placed {{{axis.name}: S(...)}}",
+                f"ep borrows {axis.name}, whose ranks all have the same tokens here", code="experts-tokens", where=call.where,
+                module=call.module, legal=f"inputs placed {{{axis.name}: S(...)}} along a dim that divides over its ranks",
             )  # fmt: skip
         return False
 
@@ -127,6 +127,8 @@ class ExpertsAt:
         Raises PlanError `experts-split` where a rule splits it too.
         """
         axes = self.view.axes("ep")
+        if not axes:
+            return plan  # of which every rank holds all experts
         if any(self.view.spec.degree(shard_axis) > 1 for shard_axis, _ in plan.shards):
             raise PlanError(
                 f"{plan.name} holds experts, which are split over ep, and the plan splits it over {plan.shards[0][0]} too",

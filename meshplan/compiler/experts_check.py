@@ -136,8 +136,8 @@ def _copy(module: nn.Module, found: Found, dtype: torch.dtype, first: int, numbe
 
 def _refused(found: Found, what: str) -> PlanError:
     return PlanError(
-        f"{found.path or 'the model'} is taken for experts, and is not the weighted sum of what each of its experts makes of each "
-        f"row: {what}", code="experts-contract", module=found.path,
+        f"{found.path or 'the model'} is taken for experts, and is not the weighted sum of what each expert makes of each row: "
+        f"{what}", code="experts-contract", module=found.path,
         legal="out[t] = sum over j of weights[t, j] expert_(indices[t, j])(tokens[t]), without random numbers; or this module "
         "left out of experts.at: its experts then stay on every rank",
     )  # fmt: skip

@@ -40,6 +40,35 @@ def fsdp_cuts(core: Core) -> dict[str, int | None]:
     return cuts
 
 
+def expert_axes(core: Core) -> tuple[str, ...]:
+    """The axes over which FSDP shards experts: those of their copies on dp_shard and cp. None where one of these lies inside an
+    axis of ep: FSDP's axes have to be outside those that a parameter is split on already. Experts are whole then."""
+    spec = core.spec
+    if core.experts is None or not sharded_by_fsdp(core):
+        return ()
+    split = core.experts.view.axes("ep")
+    axes = tuple(a for a in spec.leaves("dp_shard", "cp") if a not in split and spec.degree(a) > 1)
+    outside = not split or all(spec.names.index(a) < spec.names.index(split[0]) for a in axes)
+    return axes if outside else ()
+
+
+def sharded_experts(core: Core) -> tuple[str, ...]:
+    """Paths of the experts modules that are FSDP units of their own, over `expert_axes`."""
+    if core.experts is None or not sharded_by_fsdp(core):
+        return ()
+    cuts = fsdp_cuts(core)
+    return tuple(
+        path
+        for path, found in core.experts.modules.items()
+        if found.packed and all(core.params[p].routed and cuts[p] is not None for p in found.packed)
+    )
+
+
+def fsdp_paths(core: Core) -> tuple[str, ...]:
+    """Paths of all FSDP units but the root: the plan's, and experts modules."""
+    return (*core.bound.fsdp_units, *(p for p in sharded_experts(core) if p not in core.bound.fsdp_units))
+
+
 def kept_whole(core: Core) -> frozenset[str]:
     """Names of the parameters that FSDP leaves alone."""
     return frozenset(name for name, dim in fsdp_cuts(core).items() if dim is None)
@@ -61,6 +90,8 @@ def reduce_of(core: Core, p: ParamPlan) -> Reduce:
     spec = core.spec
     sums = tuple(a for a in p.reduce if spec.parent(a) not in DATA_AXES)
     means = any(spec.parent(a) in DATA_AXES for a in p.reduce)
+    if p.routed and fsdp_cuts(core).get(p.name) is not None:
+        return Reduce(sums, (), 1)
     if p.routed:
         split = [axis for axis, _ in p.shards]
         data = tuple(a for a in spec.leaves(*DATA_AXES) if a not in split and spec.degree(a) > 1)
@@ -83,7 +114,12 @@ def by_reduction(core: Core) -> dict[Reduce, list[ParamPlan]]:
 
 def _cut(p: ParamPlan, core: Core, n: int) -> int | None:
     if p.routed:
-        return None  # its data ranks are those of its copies
+        n = core.spec.degree(*expert_axes(core))
+        # Its data ranks are those of its copies. What cannot be cut evenly stays whole with the experts beside it.
+        found = [params for params in core.experts.modules.values() if p.name in params.packed]  # type: ignore[union-attr]
+        beside = [core.params[name] for name in found[0].packed]
+        dims = [next((d for d, size in enumerate(_countable(b, core.spec)) if size and size % n == 0), None) for b in beside]
+        return None if n == 1 or None in dims else dims[beside.index(p)]
     if any(0 in chunk_sizes(p.shape[s.dim], core.spec.degree(axis) // s.copies) for axis, s in p.shards):
         return None  # FSDP takes no parameter of which a rank holds nothing
     sizes = _countable(p, core.spec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshplan.compiler.fsdp_cuts import kept_whole, sharded_by_fsdp
+from meshplan.compiler.fsdp_cuts import fsdp_paths, kept_whole, sharded_by_fsdp
 from meshplan.compiler.lowered import Core
 from meshplan.errors import PlanError, Where
 
@@ -17,7 +17,7 @@ def refuse_foreign_reads(core: Core, reads: Mapping[tuple[str, str], Where | Non
     """
     if not sharded_by_fsdp(core):
         return
-    units, whole = {"", *core.bound.fsdp_units}, kept_whole(core)
+    units, whole = {"", *fsdp_paths(core)}, kept_whole(core)
     for (module, name), where in reads.items():
         if name in whole:
             continue

@@ -53,12 +53,15 @@ class FsdpParam:
 @dataclass(frozen=True)
 class FsdpUnit:
     """The parameters gathered together around one module's forward. `reshard_after_forward` is the unit's own setting;
-    see `resharded_after_forward` for the default of a strategy."""
+    see `resharded_after_forward` for the default of a strategy. `shard` ranks along `axis` share its parameters: those of the
+    policy where that is 0."""
 
     path: str
     params: tuple[FsdpParam, ...]
     is_root: bool = False
     reshard_after_forward: bool = True
+    shard: int = 0
+    axis: str = "dp_shard"
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class FsdpCall:
     travels as bytes (`uint8`). `params` names what is packed, in order."""
 
     op: Literal["all_gather", "reduce_scatter", "all_reduce"]
-    axis: Literal["dp_shard", "dp_replicate"]
+    axis: str
     ranks_per_group: int
     elements: int
     dtype: torch.dtype
@@ -152,16 +155,17 @@ def resharded_after_forward(strategy: Strategy, is_root: bool, override: bool | 
 
 def all_gather_call(unit: FsdpUnit, policy: FsdpPolicy) -> FsdpCall | None:
     """The gather of all parameters of `unit`, frozen ones included; None where one rank has everything."""
-    if policy.shard == 1 or not unit.params:
+    ranks = unit.shard or policy.shard
+    if ranks == 1 or not unit.params:
         return None
     dtypes = [_gathered_dtype(p, policy) for p in unit.params]
-    sizes = [_padded(p, policy.shard) for p in unit.params]
+    sizes = [_padded(p, ranks) for p in unit.params]
     if len(set(dtypes)) == 1:
         elements, dtype = sum(sizes), dtypes[0]
     else:
         elements, dtype = sum(n * d.itemsize for n, d in zip(sizes, dtypes, strict=True)), torch.uint8
     names = tuple(p.name for p in unit.params)
-    return FsdpCall("all_gather", "dp_shard", policy.shard, elements, dtype, unit.path, names)
+    return FsdpCall("all_gather", unit.axis, ranks, elements, dtype, unit.path, names)
 
 
 def reduce_calls(unit: FsdpUnit, policy: FsdpPolicy, all_reduce: bool = True) -> tuple[FsdpCall, ...]:
@@ -184,13 +188,14 @@ def reduce_calls(unit: FsdpUnit, policy: FsdpPolicy, all_reduce: bool = True) ->
     if not trained:
         return ()
     dtype = policy.reduce_dtype or _gathered_dtype(trained[0], policy)
-    elements = sum(_padded(p, policy.shard) for p in trained)
+    ranks = unit.shard or policy.shard
+    elements = sum(_padded(p, ranks) for p in trained)
     names = tuple(p.name for p in trained)
     calls = []
-    if policy.shard > 1:
-        calls.append(FsdpCall("reduce_scatter", "dp_shard", policy.shard, elements, dtype, unit.path, names))
+    if ranks > 1:
+        calls.append(FsdpCall("reduce_scatter", unit.axis, ranks, elements, dtype, unit.path, names))
     if policy.replicate is not None and all_reduce:
-        shard = elements // policy.shard
+        shard = elements // ranks
         calls.append(FsdpCall("all_reduce", "dp_replicate", policy.replicate, shard, dtype, unit.path, names))
     return tuple(calls)
 

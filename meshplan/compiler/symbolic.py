@@ -156,7 +156,7 @@ def _unit_elements(c: Collective, model: nn.Module, core: Core, base: Point) -> 
     splits counted as the first rank's. All of them, those that are trained, and the part that replicas reduce."""
     units, policy = fsdp_of(model, core)
     unit = next((u for u in units if u.path == c.module), None)
-    if c.what != "fsdp" or unit is None or policy is None:
+    if c.what != "fsdp" or unit is None or policy is None or unit.shard:
         return []
     at = symbols(list(base))
     n: sympy.Expr = sympy.Mul(*(at[axis] for axis in ("dp_shard", "cp") if axis in at))

@@ -14,6 +14,7 @@ What torch's `fully_shard` leaves to its caller, and is done here:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -45,6 +46,8 @@ def apply_fsdp(
     gradient_divide_factor: float | None = None,
     whole: frozenset[str] = frozenset(),
     lifted: frozenset[str] | None = None,
+    experts: Mapping[str, DeviceMesh] | None = None,
+    divisor: float | None = None,
 ) -> nn.Module:
     """Shard `model`'s parameters, in place, and return it.
 
@@ -64,6 +67,9 @@ def apply_fsdp(
         whole: names of parameters that are not cut. They become DTensors replicated on the mesh of the others, so that
             optimizers meet one mesh; averaging their gradients is left to the caller.
         lifted: those of `whole` for which that is so, None for all; the others lie on a mesh of their own already.
+        experts: units whose parameters are sharded over another mesh, by path. Their inputs are not cast: weights of a routing
+            keep their dtype.
+        divisor: what their summed gradients are divided by.
 
     Raises:
         PlanError, before anything is changed: `bad-fsdp-strategy`, `mesh-not-replicate-by-shard`, `bad-reshard`,
@@ -82,25 +88,31 @@ def apply_fsdp(
         shard_dim_of=shard_dim_of,
         whole=whole,
     )
+    meshes = experts or {}
+    ranks = {path: _degrees(own)[0] for path, own in meshes.items()}
+    described = tuple(replace(unit, shard=ranks.get(unit.path, 0)) for unit in described)
     policy = FsdpPolicy(stage, shard, replicate, param_dtype, reduce_dtype)
     for unit in described:
-        _check_shard_dims(unit, shard)
+        _check_shard_dims(unit, unit.shard or shard)
         reduce_calls(unit, policy)
     dims = {p.name: p.shard_dim for unit in described for p in unit.params}
     dim_of = {param: dims[name] for unit in owned for name, param in unit.params}
     for own, unit in zip(reversed(owned), reversed(described), strict=True):
-        precision = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype if unit.is_root else None)
+        mine = unit.path in meshes
+        precision = MixedPrecisionPolicy(
+            param_dtype, reduce_dtype, output_dtype if unit.is_root else None, cast_forward_inputs=not mine
+        )
         _fully_shard(
             own.module,
             unit.path,
-            mesh=mesh,
+            mesh=meshes.get(unit.path, mesh),
             # torch decides on the root itself (it stays gathered) when nothing is said.
             reshard_after_forward=None if unit.is_root and stage == "zero3" else unit.reshard_after_forward,
             shard_placement_fn=lambda p: Shard(dim_of[p]),
             mp_policy=precision,
             ignored_params=set(own.foreign) or None,
         )
-        _divide_by(own.module, gradient_divide_factor, shard, replicate or 1)
+        _divide_by(own.module, divisor if mine else gradient_divide_factor, unit.shard or shard, replicate or 1)
     _lift(model, whole if lifted is None else whole & lifted, mesh)
     modules = [own.module for own in owned]
     sharded = Sharded(model, [g for m in modules if (g := compat.fsdp_group(m)) is not None], stage)

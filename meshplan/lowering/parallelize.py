@@ -9,12 +9,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan import compat
 from meshplan.compiler.compile import PYTHON_ERRORS, compile_core
 from meshplan.compiler.examples import OMITTED
 from meshplan.compiler.frames import argument_keys
-from meshplan.compiler.fsdp_cuts import by_reduction, fsdp_cuts, kept_whole, sharded_by_fsdp
+from meshplan.compiler.fsdp_cuts import (
+    by_reduction,
+    expert_axes,
+    fsdp_cuts,
+    fsdp_paths,
+    kept_whole,
+    sharded_by_fsdp,
+    sharded_experts,
+)
 from meshplan.compiler.lowered import Core
 from meshplan.compiler.lowered_graph import Lowered
 from meshplan.compiler.source import raised_at, raised_by_us
@@ -186,7 +195,7 @@ def _axes_sets(core: Core) -> list[tuple[str, ...]]:
                     for k, v in edit.replacement.settings
                     if k in ("rows", "classes", "tokens", "normed", "ep") and len(v) > 1
                 ]
-    sets += [how.data for how in by_reduction(core) if len(how.data) > 1]
+    sets += [axes for axes in (expert_axes(core), *(how.data for how in by_reduction(core))) if len(axes) > 1]
     return list(dict.fromkeys(sets))
 
 
@@ -199,12 +208,23 @@ def _apply_data(model: nn.Module, core: Core, groups: Groups) -> None:
     by_param = {id(p): name for name, p in model.named_parameters()}
     cuts = fsdp_cuts(core)
     apply_fsdp(
-        model, list(core.bound.fsdp_units), mesh, strategy=section.strategy, param_dtype=section.param_dtype,
+        model, list(fsdp_paths(core)), mesh, strategy=section.strategy, param_dtype=section.param_dtype,
         reduce_dtype=section.reduce_dtype, output_dtype=section.output_dtype,
         reshard_after_forward=section.reshard_after_forward,
         shard_dim_of=lambda p: cuts[by_param[id(p)]], whole=kept_whole(core),
         lifted=frozenset(name for name, p in core.params.items() if not p.routed),
+        experts=_experts_mesh(core, groups), divisor=spec.degree(*DATA_AXES),
     )  # fmt: skip
+
+
+def _experts_mesh(core: Core, groups: BuiltMesh) -> dict[str, DeviceMesh]:
+    """By experts module, the mesh that FSDP shards it over."""
+    own = sharded_experts(core)
+    if not own:
+        return {}
+    axes = expert_axes(core)
+    mesh = groups.mesh_of("dp_replicate", axes) if core.spec.degree("dp_replicate") > 1 else groups.mesh_of(axes)
+    return dict.fromkeys(own, mesh)
 
 
 def reductions(params: Mapping[str, nn.Parameter], core: Core, groups: Groups) -> list[Reduction]:

@@ -178,7 +178,9 @@ def _experts(settings: Mapping[str, Any], groups: Groups, streams: DropoutStream
         tokens, indices, weights = (moved(x, False, size) for x in given)
         how = dispatch_of(settings["dispatch"], group.size, indices.shape[1])
         out = routed_experts(tokens, indices, weights, own.body(held, first), experts=experts, group=group, **how)
-        return moved(out, True, size)
+        whole = moved(out, True, size)
+        # FSDP hooks a unit's result, which a view would lose to an operation in place.
+        return whole.clone() if whole._is_view() else whole
 
     return run
 

@@ -49,8 +49,8 @@ def auto_plan(model: nn.Module, mesh: Mapping[str, int], inputs: Any, **options:
         fsdp: keys of the plan's `fsdp` section; by default zero3 over the repeated blocks where dp_shard has ranks.
         context: keys of the plan's `context` section where cp has ranks; by default a ring in zigzag order through every
             `scaled_dot_product_attention` of the sequence. Inputs with the sequence as dim 1 are split there.
-        experts: keys of the plan's `experts` section; without `at` those of every module that takes (tokens, indices, weights). By
-            default experts are parameters like any others.
+        experts: keys of the plan's `experts` section, with every module that takes (tokens, indices, weights) for `at` where that
+            is left out. By default experts are parameters like any others.
         machine: whose links and rates the model takes; an H100 node by default.
         seconds: how long the solver may look for a better solution than the one it has.
 
