@@ -10,25 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshplan.errors import PlanError
+from meshplan.models.rotary import RopeScaling, Rotary, Yarn, rotate
 
 INIT_STD = 0.02
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3.1's stretching of the slow rotary frequencies (as in Meta's reference code).
-
-    Attributes:
-        factor: how much longer the context became.
-        low_freq_factor, high_freq_factor: wavelengths above `original_length / low` are stretched by `factor`, those
-            below `original_length / high` are kept, and between the two the stretch is interpolated.
-        original_length: context length before the stretch, in tokens.
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_length: int = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +42,7 @@ class LlamaConfig:
     head_dim: int | None = None
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | Yarn | None = None
     tied: bool = False
     qk_norm: bool = False
     dropout: float = 0.0
@@ -83,42 +67,11 @@ class LlamaConfig:
         return self.head_dim or self.dim // self.n_heads
 
 
-class Rotary(nn.Module):
-    """Rotary position angles. The frequencies are recomputed, never saved, so they are a non-persistent buffer."""
-
-    inv_freq: Tensor
-
-    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
-        super().__init__()
-        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
-        self.register_buffer("inv_freq", torch.empty(head_dim // 2), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Fill the buffer: `theta ** (-2 i / head_dim)`, stretched by `scaling` (RoFormer, equation 15)."""
-        device = self.inv_freq.device
-        steps = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
-        inv_freq = self.theta ** -(steps / self.head_dim)
-        if self.scaling is not None:
-            low, high = self.scaling.low_freq_factor, self.scaling.high_freq_factor
-            turns = self.scaling.original_length * inv_freq / (2 * math.pi)
-            # 1 keeps a frequency, 0 stretches it fully.
-            keep = ((turns - low) / (high - low)).clamp(0, 1)
-            inv_freq = inv_freq * (keep + (1 - keep) / self.scaling.factor)
-        self.inv_freq.copy_(inv_freq)
-
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Integer positions `[seq]` or `[batch, seq]` to cosines and sines `[..., seq, 1, head_dim / 2]`."""
-        angles = (positions.unsqueeze(-1) * self.inv_freq).unsqueeze(-2)
-        return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair `(i, i + head_dim / 2)` of `x` `[batch, seq, heads, head_dim]` by its angle (the half-split order
-    of transformers' checkpoints, not the interleaved one of Meta's)."""
-    a, b = x.chunk(2, dim=-1)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+def refuse_options(c: LlamaConfig, *names: str) -> None:
+    """Raises PlanError `bad-model` if an option is set that a model with these sizes has no use for."""
+    for name in names:
+        if getattr(c, name):
+            raise PlanError(f"this model takes no {name}", code="bad-model", legal=f"{name} left out")
 
 
 class Attention(nn.Module):
@@ -152,11 +105,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: `w2(silu(w1 x) * w3 x)` (GLU variants improve transformer, Shazeer 2020)."""
 
-    def __init__(self, c: LlamaConfig) -> None:
+    def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(c.dim, c.ffn_dim, bias=False)
-        self.w2 = nn.Linear(c.ffn_dim, c.dim, bias=False)
-        self.w3 = nn.Linear(c.dim, c.ffn_dim, bias=False)
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[batch, seq, dim]` to `[batch, seq, dim]`."""
@@ -171,7 +124,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
         self.attention = Attention(c)
         self.ffn_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
-        self.feed_forward = FeedForward(c)
+        self.feed_forward = FeedForward(c.dim, c.ffn_dim)
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

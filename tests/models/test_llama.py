@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from meshplan.errors import PlanError
-from meshplan.models.llama import Llama, LlamaConfig, RopeScaling, Rotary, llama3_8b, llama31_405b, llama_tiny, rotate
+from meshplan.models.llama import Llama, LlamaConfig, llama3_8b, llama31_405b, llama_tiny
 
 SMALL = {"dim": 24, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 20, "vocab_size": 37}
 
@@ -130,27 +130,6 @@ def test_rotary_is_not_saved_and_is_refilled():
     model.rotary.inv_freq.fill_(float("nan"))
     model.rotary.reset_parameters()
     torch.testing.assert_close(model.rotary.inv_freq, want, rtol=1e-6, atol=0)
-
-
-def test_stretched_rotary_keeps_fast_divides_slow_and_blends_between():
-    got = Rotary(128, 500_000.0, RopeScaling()).inv_freq.double()
-    plain = Rotary(128, 500_000.0, None).inv_freq.double()
-    for have, frequency in zip(got, plain, strict=True):
-        wavelength = 2 * math.pi / frequency
-        if wavelength < 8192 / 4:
-            want = frequency
-        elif wavelength > 8192:
-            want = frequency / 8
-        else:
-            smooth = (8192 / wavelength - 1) / 3
-            want = (1 - smooth) * frequency / 8 + smooth * frequency
-        assert have.item() == pytest.approx(float(want), rel=1e-5)
-
-
-def test_rotation_keeps_lengths():
-    x = torch.randn(1, 5, 2, 8, dtype=torch.float64)
-    cos, sin = Rotary(8, 100.0, None)(torch.arange(5))
-    torch.testing.assert_close(rotate(x, cos, sin).norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
