@@ -15,8 +15,11 @@ from typing import Any
 from torch import nn
 
 from meshplan.errors import PlanError
+from meshplan.models.deepseek import deepseek_tiny, deepseek_v3
 from meshplan.models.gpt import gpt_tiny
+from meshplan.models.gpt_oss import gpt_oss_20b, gpt_oss_120b, gpt_oss_tiny
 from meshplan.models.llama import llama3_8b, llama31_405b, llama_tiny
+from meshplan.models.moe_llama import mixtral_8x7b, mixtral_tiny, qwen3_30b_a3b, qwen3_235b_a22b, qwen3_moe_tiny
 
 Factory = Callable[[], nn.Module]
 
@@ -25,6 +28,16 @@ MODELS: dict[str, Factory] = {
     "llama-tiny": llama_tiny,
     "llama3-8b": llama3_8b,
     "llama3.1-405b": llama31_405b,
+    "mixtral-tiny": mixtral_tiny,
+    "mixtral-8x7b": mixtral_8x7b,
+    "qwen3-moe-tiny": qwen3_moe_tiny,
+    "qwen3-30b-a3b": qwen3_30b_a3b,
+    "qwen3-235b-a22b": qwen3_235b_a22b,
+    "deepseek-tiny": deepseek_tiny,
+    "deepseek-v3": deepseek_v3,
+    "gpt-oss-tiny": gpt_oss_tiny,
+    "gpt-oss-20b": gpt_oss_20b,
+    "gpt-oss-120b": gpt_oss_120b,
 }
 
 ATTENTIONS = ("eager", "sdpa")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from meshplan.errors import PlanError
+from meshplan.models.decoder import Decoder
 from meshplan.models.gpt import GPT
 from meshplan.models.llama import Llama
 from meshplan.models.registry import MODELS, resolve_model
@@ -17,7 +18,7 @@ from meshplan.models.registry import MODELS, resolve_model
 def test_every_shipped_name_builds_on_meta(name):
     with torch.device("meta"):
         model = resolve_model(name)()
-    assert isinstance(model, Llama | GPT)
+    assert isinstance(model, Llama | GPT | Decoder)
 
 
 def test_a_misspelt_name_is_told_the_nearest_one():
