@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from meshplan.errors import PlanError
 from meshplan.models.deepseek import deepseek_tiny, deepseek_v3
 from meshplan.models.gpt import gpt_tiny
 from meshplan.models.gpt_oss import gpt_oss_20b, gpt_oss_120b, gpt_oss_tiny
+from meshplan.models.hybrid import EXAMPLE, HybridConfig, hybrid, hybrid_large
 from meshplan.models.llama import llama3_8b, llama31_405b, llama_tiny
 from meshplan.models.moe_llama import mixtral_8x7b, mixtral_tiny, qwen3_30b_a3b, qwen3_235b_a22b, qwen3_moe_tiny
 
@@ -38,12 +40,17 @@ MODELS: dict[str, Factory] = {
     "gpt-oss-tiny": gpt_oss_tiny,
     "gpt-oss-20b": gpt_oss_20b,
     "gpt-oss-120b": gpt_oss_120b,
+    "hybrid-tiny": partial(hybrid, EXAMPLE),
+    "hybrid-large": partial(hybrid_large, EXAMPLE),
 }
 
 ATTENTIONS = ("eager", "sdpa")
 """Attentions of transformers that are torch calls, which a plan can be lowered through."""
 
-_FORMS = "a shipped name, package.module:factory, or hf:path/to/config.json"
+HYBRIDS = {"tiny": hybrid, "large": hybrid_large}
+"""Sizes of the blocks of a pattern."""
+
+_FORMS = "a shipped name, package.module:factory, hybrid:PATTERN, or hf:path/to/config.json"
 
 
 def resolve_model(name: str) -> Factory:
@@ -54,7 +61,8 @@ def resolve_model(name: str) -> Factory:
             on purpose** (modules are also looked for in the working directory, as `python -m` does); or
             `hf:path/to/config.json` (a file, or a folder holding one), a transformers causal language model built with
             random weights from that local file alone: no download, no weights, and never any remote code. After a `?`
-            it takes the attention to use: `hf:path?attn_implementation=eager`.
+            it takes the attention to use: `hf:path?attn_implementation=eager`; or `hybrid:PATTERN`, a model of the
+            blocks that the letters name (`meshplan.models.hybrid`), and `hybrid:PATTERN?size=large` one of large blocks.
 
     Raises:
         PlanError: `no-such-model` if nothing has that name, `bad-model` if what has it cannot serve as a factory.
@@ -63,6 +71,8 @@ def resolve_model(name: str) -> Factory:
         return MODELS[name]
     if name.startswith("hf:"):
         return _hugging_face(name.removeprefix("hf:"))
+    if name.startswith("hybrid:"):
+        return _hybrid(name.removeprefix("hybrid:"))
     if ":" in name:
         return _imported(name)
     near = difflib.get_close_matches(name, MODELS, n=1)
@@ -113,6 +123,14 @@ def _checked_factory(name: str, found: object) -> Factory:
             f"{name!r} needs arguments: {', '.join(needed)}", code="bad-model", legal="a zero-argument callable"
         )
     return found
+
+
+def _hybrid(name: str) -> Factory:
+    pattern, asked, size = name.partition("?size=")
+    if asked and size not in HYBRIDS:
+        raise PlanError(f"patterns have no size {size!r}", code="bad-model", legal=", ".join(HYBRIDS))
+    HybridConfig(pattern=pattern)  # refuses other letters
+    return partial(HYBRIDS[size or "tiny"], pattern)
 
 
 def _hugging_face(name: str) -> Factory:

@@ -38,7 +38,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """YaRN's stretch (Peng et al. 2023, "YaRN", section 3.2): frequencies that turn often are kept, slow ones are
+    """YaRN's stretch (Peng et al. 2023, "YaRN", sections 3.2 and 3.4): frequencies that turn often are kept, slow ones are
     stretched, those between by a ramp over their index; and attention is sharpened, since a longer context flattens it.
 
     Attributes:
@@ -60,7 +60,7 @@ class Yarn:
 
     @property
     def gain(self) -> float:
-        """0.1 ln(factor) + 1 (YaRN, equation 22)."""
+        """0.1 ln(factor) + 1 (YaRN, section 3.4)."""
         return 0.1 * math.log(self.factor) + 1
 
     @property

@@ -10,7 +10,7 @@ from meshplan.models.rotary import rotate
 
 class SinkAttention(nn.Module):
     """Causal attention whose softmax has one more score, learned for each head, that belongs to no key: a head may look
-    at nothing (gpt-oss model card, section 2.1; StreamingLLM, Xiao et al. 2023). Projections have biases.
+    at nothing (gpt-oss model card, section 2; StreamingLLM, Xiao et al. 2023). Projections have biases.
 
     Written out and not as `scaled_dot_product_attention`, which has no sink. Head counts are read off the tensors.
 
