@@ -10,6 +10,7 @@ from meshplan.errors import PlanError
 from meshplan.ops.experts.allgather import allgather_experts
 from meshplan.ops.experts.alltoall import alltoall_experts
 from meshplan.ops.experts.contract import Body, check
+from meshplan.ops.experts.layout import Routing, TokenLayout
 from meshplan.runtime.comm import AxisGroup
 
 DISPATCHES = ("alltoall", "allgather")
@@ -39,6 +40,7 @@ def routed_experts(
     dispatch: str = "alltoall",
     dedup: bool = False,
     equal: bool = False,
+    layout: TokenLayout | None = None,
 ) -> Tensor:
     """out[t] = sum over j of weights[t, j] expert_(indices[t, j])(tokens[t]), experts anywhere in `group`.
 
@@ -57,6 +59,8 @@ def routed_experts(
         dispatch: `alltoall` (any size) or `allgather` (small groups: the bytes do not depend on the routing).
         dedup: for `alltoall`: a token travels once per rank and not once per expert.
         equal: for `allgather`: all ranks have as many tokens.
+        layout: where other ranks hold the same tokens, or parts of the same experts (`body` then returns summands). `group` is
+            then the ranks that share the experts' copy at this rank's place in these.
 
     Returns:
         [T, H] in the dtype of `tokens`.
@@ -65,8 +69,12 @@ def routed_experts(
         PlanError: `experts-shape`, `experts-split`, `expert-index`, `bad-value`.
     """
     check(tokens, indices, weights, experts, group)
-    if dispatch == "alltoall":
-        return alltoall_experts(tokens, indices, weights, body, experts, group, dedup)
-    if dispatch == "allgather":
-        return allgather_experts(tokens, indices, weights, body, experts, group, equal)
-    raise PlanError(f"experts have no dispatch {dispatch!r}", code="bad-value", legal=list(DISPATCHES))
+    if dispatch not in DISPATCHES:
+        raise PlanError(f"experts have no dispatch {dispatch!r}", code="bad-value", legal=list(DISPATCHES))
+
+    def send(x: Routing) -> Tensor:
+        if dispatch == "allgather":
+            return allgather_experts(*x, body, experts, group, equal)
+        return alltoall_experts(*x, body, experts, group, dedup)
+
+    return (layout or TokenLayout()).around(Routing(tokens, indices, weights), send)
