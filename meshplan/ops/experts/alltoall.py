@@ -20,6 +20,7 @@ kept: the experts' results on the side that weighs them, and indices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,41 +28,85 @@ from torch import Tensor
 
 from meshplan import compat
 from meshplan.ops.derivative import require_first
-from meshplan.ops.experts.contract import Body, apply_body, balanced, host, refuse_indices
+from meshplan.ops.experts.contract import Body, Even, apply_body, host, refuse_indices
 from meshplan.ops.experts.routing import Pairs, collect, combine, expand, pairs_of, regroup, sorted_slots
 from meshplan.runtime.comm import AxisGroup
 
 
 def alltoall_experts(
-    tokens: Tensor, indices: Tensor, weights: Tensor, body: Body, experts: int, group: AxisGroup, dedup: bool = False
+    tokens: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    body: Body,
+    experts: int,
+    group: AxisGroup,
+    dedup: bool = False,
+    assumed: Callable[[], Even] | None = None,
 ) -> Tensor:
     """`routed_experts` by all-to-all.
+
+    Arguments:
+        assumed: what shape-only ranks take the routing for, if not for choices spread evenly.
 
     Raises:
         PlanError: `expert-index`, on all ranks of `group` together.
     """
-    if dedup and group.size > 1:
-        return _dedup(tokens, indices, weights, body, experts, group)
+    wrong = (indices >= experts).any()
+    n, k = group.size, indices.shape[1]
+    assumed = assumed or (lambda: Even.of(tokens.shape[0], k, experts, n))
+    if dedup and n > 1:
+
+        def inside(rows: Tensor, chosen: Tensor, heavy: Tensor, own: list[int]) -> Tensor:
+            there = pairs_of(sorted_slots(chosen, len(own))[0], sum(own), k)
+            return combine(apply_body(body, expand(rows, there), own), heavy, there)
+
+        counts = sorted_slots(indices, experts)[1].view(n, -1)
+        return once_per_rank(tokens, indices, weights, inside, experts, group, counts, wrong, assumed)
     slots, counts = sorted_slots(indices, experts)
-    came, sent = _exchange_counts(counts.view(group.size, -1), indices, experts, group)
+    came, sent = _exchange_counts(counts.view(n, -1), wrong, experts, group, lambda: assumed().by_rank(n))
     send, receive = [sum(row) for row in sent.put], [sum(row) for row in sent.came]
-    mine = pairs_of(slots, sum(send), indices.shape[1])
+    mine = pairs_of(slots, sum(send), k)
     arrived = _Deal.apply(expand(tokens, mine), None, group, send, receive)
     there, back = regroup(came, sum(receive))
-    y = apply_body(body, expand(arrived, there), [sum(column) for column in zip(*sent.came, strict=True)])
+    y = apply_body(body, expand(arrived, there), _columns(sent.came))
     home = _Deal.apply(expand(y, back), arrived, group, receive, send)
     return combine(home, weights, mine)
 
 
-def _dedup(tokens: Tensor, indices: Tensor, weights: Tensor, body: Body, experts: int, group: AxisGroup) -> Tensor:
+Inside = Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]
+"""`inside(rows [N, H], chosen [N, k], heavy [N, k], own) -> [N, H]`: what this rank's experts make of the rows that came, weighed
+and summed. `chosen` counts this rank's experts from 0, negative for other ranks'; `own` is what the ranks told of their choices,
+summed."""
+
+
+def once_per_rank(
+    tokens: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    inside: Inside,
+    experts: int,
+    group: AxisGroup,
+    told: Tensor,
+    wrong: Tensor,
+    assumed: Callable[[], Even],
+) -> Tensor:
+    """Send each token once to each rank that has experts of its choice, let these answer, and sum up what comes home.
+
+    Arguments:
+        told: integers [n, c] that each rank is told beside the number of rows.
+        wrong: boolean [], that an index names no expert; others: as in `alltoall_experts`.
+
+    Raises:
+        PlanError: `expert-index`, on all ranks of `group` together.
+    """
     n, k, local = group.size, indices.shape[1], experts // group.size
     ranks = torch.arange(n, device=indices.device)
     # [T, n]: the rank itself where one of the token's experts is on it.
     owner = torch.div(indices, local, rounding_mode="floor")
     goes = (owner[:, :, None] == ranks).any(1)
     slots, rows = sorted_slots(torch.where(goes, ranks, -1), n)
-    counts = sorted_slots(indices, experts)[1].view(n, local)
-    _, sent = _exchange_counts(torch.cat([rows[:, None], counts], 1), indices, experts, group)
+    put = torch.cat([rows[:, None], told], 1)
+    _, sent = _exchange_counts(put, wrong, experts, group, lambda: assumed().rows_by_rank(n))
     send, receive = [row[0] for row in sent.put], [row[0] for row in sent.came]
     mine = _narrow(pairs_of(slots, sum(send), n), min(k, n))
     chosen = indices[mine.rows] - (mine.slots % n * local)[:, None]
@@ -70,11 +115,12 @@ def _dedup(tokens: Tensor, indices: Tensor, weights: Tensor, body: Body, experts
     # Backward walks from the last to the first: on every rank the gradient of rows comes home before that of weights.
     heavy = _Deal.apply(expand(weights, mine), None, group, send, receive)
     arrived = _Deal.apply(expand(tokens, mine), None, group, send, receive)
-    own = [sum(column) for column in zip(*[row[1:] for row in sent.came], strict=True)]
-    there = pairs_of(sorted_slots(came, local)[0], sum(own), k)
-    y = apply_body(body, expand(arrived, there), own)
-    home = _Deal.apply(combine(y, heavy, there), arrived, group, receive, send)
-    return collect(home, mine)
+    answer = inside(arrived, came, heavy, _columns([row[1:] for row in sent.came]))
+    return collect(_Deal.apply(answer, arrived, group, receive, send), mine)
+
+
+def _columns(rows: list[list[int]]) -> list[int]:
+    return [sum(column) for column in zip(*rows, strict=True)]
 
 
 def _narrow(pairs: Pairs, most: int) -> Pairs:
@@ -90,17 +136,18 @@ class _Sizes(NamedTuple):
     came: list[list[int]]
 
 
-def _exchange_counts(put: Tensor, indices: Tensor, experts: int, group: AxisGroup) -> tuple[Tensor, _Sizes]:
+def _exchange_counts(
+    put: Tensor, wrong: Tensor, experts: int, group: AxisGroup, assumed: Callable[[], list[list[int]]]
+) -> tuple[Tensor, _Sizes]:
     """Tell each rank its row of `put` [n, c]. The one place where the host waits for the device.
 
-    A rank whose indices name no expert tells so instead, so that all raise. Shape-only ranks (fake tensors) assume that tokens
-    are spread evenly.
+    A rank whose indices name no expert tells so instead, so that all raise. Shape-only ranks (fake tensors) take `assumed` for
+    what they tell, and what they tell themselves for what they are told.
     """
-    put = torch.where((indices >= experts).any(), -1, put)
+    put = torch.where(wrong, -1, put)
     came = group.all_to_all(put, 0, 0)
     if compat.is_fake(put):
-        local = experts // group.size
-        rows = balanced(indices.shape, experts, group.size, put.shape[1] > local)
+        rows = assumed()
         return came, _Sizes(rows, [rows[group.rank]] * group.size)
     sizes = host(torch.stack([put, came]))
     refuse_indices(min(min(row) for row in sizes[0] + sizes[1]) < 0, experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,13 +67,27 @@ def spread(total: int, parts: int) -> list[int]:
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
-def balanced(shape: Sequence[int], experts: int, ranks: int, dedup: bool) -> list[list[int]]:
-    """What a rank with indices of `shape` tells each rank when its choices are spread evenly; with `dedup` rows first."""
-    tokens, k = shape
-    local = experts // ranks
-    pairs = spread(tokens * k, experts)
-    rows = [pairs[i * local : (i + 1) * local] for i in range(ranks)]
-    if not dedup:
-        return rows
-    unique = round(tokens * (1 - (1 - 1 / ranks) ** k))
-    return [[min(unique, sum(row)), *row] for row in rows]
+class Even(NamedTuple):
+    """The routing that shape-only ranks assume for their tokens.
+
+    Attributes:
+        counts: choices for each expert.
+        unique: tokens with an expert on a rank, as far as it has that many choices.
+    """
+
+    counts: tuple[int, ...]
+    unique: int
+
+    @classmethod
+    def of(cls, tokens: int, k: int, experts: int, ranks: int) -> Even:
+        """Choices spread evenly; as many ranks a token as experts chosen at random have, in the mean."""
+        return cls(tuple(spread(tokens * k, experts)), round(tokens * (1 - (1 - 1 / ranks) ** k)))
+
+    def by_rank(self, ranks: int) -> list[list[int]]:
+        """The counts of each rank's experts."""
+        local = len(self.counts) // ranks
+        return [list(self.counts[i * local : (i + 1) * local]) for i in range(ranks)]
+
+    def rows_by_rank(self, ranks: int) -> list[list[int]]:
+        """The same behind the number of tokens that go to the rank."""
+        return [[min(self.unique, sum(row)), *row] for row in self.by_rank(ranks)]

@@ -11,9 +11,10 @@ from meshplan.ops.experts.allgather import allgather_experts
 from meshplan.ops.experts.alltoall import alltoall_experts
 from meshplan.ops.experts.contract import Body, check
 from meshplan.ops.experts.layout import Routing, TokenLayout
+from meshplan.ops.experts.twolevel import Levels, twolevel_experts
 from meshplan.runtime.comm import AxisGroup
 
-DISPATCHES = ("alltoall", "allgather")
+DISPATCHES = ("alltoall", "allgather", "twolevel")
 WORTH = 0.9
 """A token travels once per rank where that is at most this part of once per expert: indices and weights go along then."""
 
@@ -41,6 +42,7 @@ def routed_experts(
     dedup: bool = False,
     equal: bool = False,
     layout: TokenLayout | None = None,
+    levels: Levels | None = None,
 ) -> Tensor:
     """out[t] = sum over j of weights[t, j] expert_(indices[t, j])(tokens[t]), experts anywhere in `group`.
 
@@ -56,23 +58,33 @@ def routed_experts(
         body: this rank's experts on sorted rows, see `Body`.
         experts: how many there are on all ranks.
         group: the ranks that share one copy of them.
-        dispatch: `alltoall` (any size) or `allgather` (small groups: the bytes do not depend on the routing).
-        dedup: for `alltoall`: a token travels once per rank and not once per expert.
+        dispatch: `alltoall` (any size), `allgather` (small groups: the bytes do not depend on the routing) or `twolevel`
+            (several nodes: a token crosses to each once).
+        dedup: a token travels once per rank and not once per expert; with `twolevel`, inside a node.
         equal: for `allgather`: all ranks have as many tokens.
         layout: where other ranks hold the same tokens, or parts of the same experts (`body` then returns summands). `group` is
             then the ranks that share the experts' copy at this rank's place in these.
+        levels: for `twolevel`: the ranks at this one's place in every node, and the ranks of its node (see `twolevel.py`).
 
     Returns:
         [T, H] in the dtype of `tokens`.
 
     Raises:
-        PlanError: `experts-shape`, `experts-split`, `expert-index`, `bad-value`.
+        PlanError: `experts-shape`, `experts-split`, `experts-levels`, `expert-index`, `bad-value`.
     """
     check(tokens, indices, weights, experts, group)
     if dispatch not in DISPATCHES:
         raise PlanError(f"experts have no dispatch {dispatch!r}", code="bad-value", legal=list(DISPATCHES))
+    if (levels is None) == (dispatch == "twolevel"):
+        raise PlanError(
+            f"dispatch {dispatch!r} " + ("needs levels" if levels is None else "has no levels"),
+            code="bad-value",
+            legal="levels=(outer, inner) with dispatch 'twolevel', and none with others",
+        )
 
     def send(x: Routing) -> Tensor:
+        if levels is not None:
+            return twolevel_experts(*x, body, experts, group, levels, dedup)
         if dispatch == "allgather":
             return allgather_experts(*x, body, experts, group, equal)
         return alltoall_experts(*x, body, experts, group, dedup)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshplan.mesh.spec import MeshSpec
@@ -109,10 +110,37 @@ def on_rank(case: Case, group: AxisGroup, options: dict[str, Any]) -> dict[str, 
 
 
 def simulated(case: Case, options: dict[str, Any], work: Callable[..., Any] = on_rank) -> list[Any]:
-    """`work(case, group, options)` on as many ranks as the case has."""
-    n = len(case.tokens)
-    world, spec = World(n), MeshSpec((("ep", n),))
-    return world.run(lambda rank: work(case, SimulatedGroups(spec, rank, world=world).group("ep"), options))
+    """`work(case, group, options)` on as many ranks as the case has. `nodes` of the options becomes `levels`."""
+    n, nodes = len(case.tokens), options.get("nodes", 1)
+    world = World(n)
+    spec = MeshSpec((("ep_out", nodes), ("ep_in", n // nodes)), parents=(("ep_out", "ep"), ("ep_in", "ep")))
+
+    def run(rank: int) -> Any:
+        groups = SimulatedGroups(spec, rank, world=world)
+        return work(case, groups.group("ep"), levelled(options, lambda: (groups.group("ep_out"), groups.group("ep_in"))))
+
+    return world.run(run)
+
+
+def levelled(options: dict[str, Any], levels: Callable[[], Any]) -> dict[str, Any]:
+    """`options` of `routed_experts`, with groups for `nodes`."""
+    if "nodes" not in options:
+        return options
+    return {name: x for name, x in options.items() if name != "nodes"} | {"levels": levels()}
+
+
+def gloo_levels(nodes: int) -> tuple[AxisGroup, AxisGroup]:
+    """The outer and inner group of this rank, of nodes of consecutive ranks; all ranks call it."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    size = world // nodes
+    members = {"ep_out": [list(range(i, world, size)) for i in range(size)]}
+    members["ep_in"] = [list(range(o * size, (o + 1) * size)) for o in range(nodes)]
+    found = []
+    for axis, lists in members.items():
+        made = [(ranks, dist.new_group(ranks)) for ranks in lists]
+        mine, group = next((ranks, group) for ranks, group in made if rank in ranks)
+        found.append(AxisGroup(axis, len(mine), mine.index(rank), group.group_name))
+    return found[0], found[1]
 
 
 def check(case: Case, ranks: list[dict[str, Tensor]]) -> None:

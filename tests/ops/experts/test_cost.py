@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshplan import compat
 from meshplan.errors import PlanError
-from meshplan.ops.experts.cost import METHODS, Routed, bytes_sent, collectives, expression
+from meshplan.ops.experts.cost import Routed, bytes_sent, collectives, expression
 from meshplan.ops.experts.experts import routed_experts
 from meshplan.ops.experts.load import load_table
 from meshplan.runtime.comm import AxisGroup
@@ -83,6 +83,10 @@ class Logged(SimulatedGroup):
         self._line("reduce_scatter", x)
         return super().reduce_scatter(x, dim)
 
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        self._line("all_reduce", x)
+        return super().all_reduce(x, op)
+
     def all_to_all(self, x: Tensor, cut: int, join: int) -> Tensor:
         self._line("all_to_all", x)
         return super().all_to_all(x, cut, join)
@@ -93,7 +97,7 @@ class Logged(SimulatedGroup):
 
 
 @pytest.mark.parametrize("frozen", ["", "tokens", "weights"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", OPTIONS)
 def test_simulated_ranks_make_the_calls_that_are_announced(method, frozen):
     for case in CASES:
         routed = Routed.of(rows_of(case), case.experts, H, DTYPE, WEIGHTS)
@@ -116,7 +120,7 @@ def test_simulated_ranks_make_the_calls_that_are_announced(method, frozen):
 def _recorded() -> list[tuple[list[Line], list[Line]]]:
     found = []
     group = AxisGroup("ep", 4, dist.get_rank(), dist.group.WORLD.group_name)
-    for method in METHODS:
+    for method in OPTIONS:
         for case in CASES[:2]:
             with record_collectives() as log:
                 run(rows_of(case)[group.rank], case.experts, group, OPTIONS[method])
@@ -131,7 +135,7 @@ def test_gloo_ranks_make_them_too(pool):
             assert made == announced
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", OPTIONS)
 @pytest.mark.parametrize("tokens, k, experts", [(6, 2, 8), (7, 3, 4), (0, 1, 4)])
 def test_shape_only_ranks_are_told_the_calls_of_even_routing(method, tokens, k, experts):
     for rank in (0, 3):
@@ -145,7 +149,7 @@ def test_shape_only_ranks_are_told_the_calls_of_even_routing(method, tokens, k, 
 
 def test_one_rank_sends_nothing():
     routed = Routed.of([torch.zeros(3, 2, dtype=torch.int64)], 4, H, DTYPE, WEIGHTS)
-    for method in METHODS:
+    for method in OPTIONS:
         assert collectives(method, routed, AxisGroup("ep", 1, 0)) == []
 
 
