@@ -187,15 +187,15 @@ def _trace(whole: tuple[Tensor, ...], group: AxisGroup) -> dict[str, Any]:
     lines: list[str] = []
     waited = 0.0
     begun = time.perf_counter()
-    own_shift, own_wait = AxisGroup.shift, comm.Shift.wait
+    own_shift, own_wait = AxisGroup.shift, comm.Pending.wait
 
-    def shift(self: AxisGroup, x: Tensor, by: int = 1) -> comm.Shift:
+    def shift(self: AxisGroup, x: Tensor, by: int = 1) -> comm.Pending:
         started = time.perf_counter() - begun
         out = own_shift(self, x, by)
         out.started = started  # type: ignore[attr-defined]
         return out
 
-    def wait(self: comm.Shift) -> Tensor:
+    def wait(self: comm.Pending) -> Tensor:
         nonlocal waited
         before = time.perf_counter() - begun
         took, made = _timed(lambda: own_wait(self))
@@ -206,14 +206,14 @@ def _trace(whole: tuple[Tensor, ...], group: AxisGroup) -> dict[str, Any]:
         )
         return made
 
-    AxisGroup.shift, comm.Shift.wait = shift, wait  # type: ignore[method-assign]
+    AxisGroup.shift, comm.Pending.wait = shift, wait  # type: ignore[method-assign]
     try:
         dist.barrier()
         begun = time.perf_counter()
         with torch.no_grad():
             context_attention(q, k, v, is_causal=True, enable_gqa=True, group=group, sequence=order, method="ring")
     finally:
-        AxisGroup.shift, comm.Shift.wait = own_shift, own_wait  # type: ignore[method-assign]
+        AxisGroup.shift, comm.Pending.wait = own_shift, own_wait  # type: ignore[method-assign]
     return {"trace": lines, "waited": waited, "bare": statistics.median(bare)}
 
 

@@ -7,6 +7,7 @@ very same boundaries and operators over abstract groups, which is why the comm g
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -162,6 +163,56 @@ class AxisGroup:
             PlanError: `exchange-sizes` for sizes that cannot be those of this rank. Ranks whose sizes contradict each other are
                 not noticed here: gloo then ends the process.
         """
+        return self.start_all_to_all_uneven(x, send, receive).wait()
+
+    def start_all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        """Begin `all_to_all_uneven`; the result's `wait()` gives what came. `x` must stay as it is until then. On CUDA it runs on
+        a stream of its own, on gloo in a thread."""
+        self._check_sizes(x, send, receive)
+        if self.size == 1:
+            return Pending(x)
+        x = x.contiguous()
+        if self.name is None:
+            self._tell(UNEVEN, x)
+            return Pending(x.new_empty((sum(receive), *x.shape[1:])))
+        return _issue(_ALL_TO_ALL, x, list(receive), list(send), self.name)
+
+    def start_all_gather(self, x: Tensor) -> Pending:
+        """Begin `all_gather` of equal shards along dim 0, as `start_all_to_all_uneven`."""
+        if self.size == 1:
+            return Pending(x)
+        if self.name is None:
+            return Pending(self.all_gather(x, 0))
+        return _issue(_ALL_GATHER, x.contiguous(), self.size, self.name)
+
+    def start_reduce_scatter(self, x: Tensor) -> Pending:
+        """Begin `reduce_scatter` to equal shards along dim 0, as `start_all_to_all_uneven`."""
+        if self.size == 1:
+            return Pending(x)
+        if self.name is None:
+            return Pending(self.reduce_scatter(x, 0))
+        return _issue(_REDUCE_SCATTER, x.contiguous(), "sum", self.size, self.name)
+
+    def shift(self, x: Tensor, by: int = 1) -> Pending:
+        """Start to send `x` to the rank `by` places on, in a ring, and to receive the like from `by` places back; the result's
+        `wait()` gives what came. `x` must stay as it is until then."""
+        if self.size == 1:
+            return Pending(x)
+        x = x.contiguous()
+        came = torch.empty_like(x)
+        if self.name is None:
+            self._tell("send", x)
+            self._tell("recv", came)
+            return Pending(came)
+        to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
+        return Pending(came, x, compat.exchange(self.name, x, to, came, source))
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's shard of a replicated `x` along `dim`: a view, no communication."""
+        size = x.shape[dim]
+        return x.narrow(dim, chunk_offset(size, self.size, self.rank), chunk_sizes(size, self.size)[self.rank])
+
+    def _check_sizes(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> None:
         fits = len(send) == len(receive) == self.size and sum(send) == x.shape[0] and min(*send, *receive) >= 0
         if not fits or send[self.rank] != receive[self.rank]:
             raise PlanError(
@@ -170,40 +221,14 @@ class AxisGroup:
                 code="exchange-sizes",
                 legal="one size per rank, all rows sent, and as many kept as received from itself",
             )
-        if self.size == 1:
-            return x
-        x = x.contiguous()
-        if self.name is None:
-            self._tell(UNEVEN, x)
-            return x.new_empty((sum(receive), *x.shape[1:]))
-        return _send(_ALL_TO_ALL, x, list(receive), list(send), self.name)
-
-    def shift(self, x: Tensor, by: int = 1) -> Shift:
-        """Start to send `x` to the rank `by` places on, in a ring, and to receive the like from `by` places back; the result's
-        `wait()` gives what came. `x` must stay as it is until then."""
-        if self.size == 1:
-            return Shift(x)
-        x = x.contiguous()
-        came = torch.empty_like(x)
-        if self.name is None:
-            self._tell("send", x)
-            self._tell("recv", came)
-            return Shift(came)
-        to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
-        return Shift(came, x, compat.exchange(self.name, x, to, came, source))
-
-    def shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's shard of a replicated `x` along `dim`: a view, no communication."""
-        size = x.shape[dim]
-        return x.narrow(dim, chunk_offset(size, self.size, self.rank), chunk_sizes(size, self.size)[self.rank])
 
     def _tell(self, op: str, full: Tensor) -> None:
         if self.on_call is not None:
             self.on_call(op, self, full)
 
 
-class Shift:
-    """A ring exchange under way. It holds what is sent, which must live until it has left."""
+class Pending:
+    """An exchange under way. It holds what is sent, which must live until it has left."""
 
     def __init__(self, came: Tensor, sent: Tensor | None = None, works: Sequence[Any] = ()) -> None:
         self._came, self._sent, self._works = came, sent, works
@@ -216,14 +241,34 @@ class Shift:
         return self._came
 
 
+class _Issued(Pending):
+    """One of the functional collectives, whose result names its own work."""
+
+    def wait(self) -> Tensor:
+        if self._sent is not None:
+            with _unrecorded(self._sent):
+                self._came = _WAIT(self._came)
+            self._sent = None
+        return self._came
+
+
+def _issue(op: Any, x: Tensor, *settings: Any) -> Pending:
+    with _unrecorded(x):
+        return _Issued(op(x, *settings), x)
+
+
 def _send(op: Any, x: Tensor, *settings: Any) -> Tensor:
     """Issue a functional collective and order what follows after it."""
+    with _unrecorded(x):
+        return _WAIT(op(x, *settings))
+
+
+def _unrecorded(x: Tensor) -> Any:
+    """A context for a collective of `x`. The operators' own autograd is written in Python and costs more host time than the call
+    itself; it is left out where there is nothing for it to record."""
     if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
-        return _WAIT(op(x, *settings))
-    # The operators' own autograd is written in Python and costs more host time than the call itself; there is nothing
-    # for it to record here.
-    with compat.below_autograd():
-        return _WAIT(op(x, *settings))
+        return contextlib.nullcontext()
+    return compat.below_autograd()
 
 
 def _outermost(x: Tensor, dim: int) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups
-from meshplan.runtime.comm import AxisGroup, Shift
+from meshplan.runtime.comm import AxisGroup, Pending
 from meshplan.runtime.editing import Editing
 from meshplan.runtime.regather import Keeping
 from meshplan.runtime.views import Step
@@ -158,8 +158,7 @@ class SimulatedGroup(AxisGroup):
         return torch.cat([self.shard(part, cut) for part in self._everyone("all_to_all", x)], join)
 
     def all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        abstract = AxisGroup(self.axis, self.size, self.rank)
-        abstract.all_to_all_uneven(x, send, receive)  # for what it refuses
+        self._check_sizes(x, send, receive)
         if self.size == 1:
             return x
         sizes = [s.tolist() for s in self._everyone("all_to_all", torch.tensor(send))]
@@ -168,10 +167,19 @@ class SimulatedGroup(AxisGroup):
         parts = self._everyone("uneven all_to_all", x, equal=False)
         return torch.cat([part.split(s)[self.rank] for part, s in zip(parts, sizes, strict=True)])
 
-    def shift(self, x: Tensor, by: int = 1) -> Shift:
+    def start_all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        return Pending(self.all_to_all_uneven(x, send, receive))
+
+    def start_all_gather(self, x: Tensor) -> Pending:
+        return Pending(self.all_gather(x, 0))
+
+    def start_reduce_scatter(self, x: Tensor) -> Pending:
+        return Pending(self.reduce_scatter(x, 0))
+
+    def shift(self, x: Tensor, by: int = 1) -> Pending:
         if self.size == 1:
-            return Shift(x)
-        return Shift(self._everyone(f"shift by {by}", x)[(self.rank - by) % self.size])
+            return Pending(x)
+        return Pending(self._everyone(f"shift by {by}", x)[(self.rank - by) % self.size])
 
     def _everyone(self, op: str, x: Tensor, equal: bool = True) -> list[Tensor]:
         parts = self.world.exchange(self.key, self.size, self.rank, f"{op} over {self.axis}", x)

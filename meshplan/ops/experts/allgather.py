@@ -11,36 +11,32 @@ these are equal.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from meshplan import compat
-from meshplan.ops.derivative import require_first
-from meshplan.ops.experts.contract import Body, apply_body, refuse_indices, spread
+from meshplan.ops.experts.contract import Job, Routing, apply_body, refuse_indices, spread
+from meshplan.ops.experts.legs import gathered, summed, travel
 from meshplan.ops.experts.routing import combine, expand, pairs_of, sorted_slots
 from meshplan.ops.experts.uneven import padded, sizes_of
-from meshplan.runtime.comm import AxisGroup
 
 
-def allgather_experts(
-    tokens: Tensor, indices: Tensor, weights: Tensor, body: Body, experts: int, group: AxisGroup, equal: bool = False
-) -> Tensor:
+def allgather_experts(x: Routing, job: Job, equal: bool = False) -> Tensor:
     """`routed_experts` by all-gather.
 
     Arguments:
         equal: all ranks have as many tokens as this one; their sizes are then not asked for.
 
     Raises:
-        PlanError: `expert-index`, on all ranks of `group` together.
+        PlanError: `expert-index`, on all ranks of the group together.
     """
-    size, local, k = tokens.shape[0], experts // group.size, indices.shape[1]
-    most = size if equal else max(sizes_of(tokens, group))
-    chosen = group.all_gather(padded(indices, most, -1), 0)
+    group, experts = job.group, job.experts
+    size, local, k = x.tokens.shape[0], experts // group.size, x.indices.shape[1]
+    most = size if equal else max(sizes_of(x.tokens, group))
+    chosen = group.all_gather(padded(x.indices, most, -1), 0)
     # Backward walks from the last to the first: on every rank tokens' gradients are summed before those of weights.
-    heavy = _Gather.apply(padded(weights, most), group)
-    everyone = _Gather.apply(padded(tokens, most), group)
+    heavy = travel(padded(x.weights, most), gathered(group))
+    everyone = travel(padded(x.tokens, most), gathered(group, job.payload), meanwhile=job.meanwhile)
     slots, found = sorted_slots(torch.where(chosen < 0, -1, chosen - group.rank * local), local)
     if compat.is_fake(found):
         counts, bad = spread(chosen.numel(), experts)[group.rank * local :][:local], 0
@@ -48,33 +44,5 @@ def allgather_experts(
         *counts, bad = torch.cat([found, (chosen >= experts).any().long()[None]]).tolist()
     refuse_indices(bool(bad), experts)
     pairs = pairs_of(slots, sum(counts), k)
-    y = apply_body(body, expand(everyone, pairs), counts)
-    return _Scatter.apply(combine(y, heavy, pairs), everyone, group)[:size]  # type: ignore[no-any-return]
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
-        ctx.group = group
-        out = group.all_gather(x, 0)
-        return out.view_as(out) if out is x else out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        require_first("experts")
-        return ctx.group.reduce_scatter(grad, 0), None
-
-
-class _Scatter(torch.autograd.Function):
-    """`tie` as in `alltoall.py`: the gathered tokens, whose backward is a collective on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tie: Tensor, group: AxisGroup) -> Tensor:
-        ctx.group = group
-        out = group.reduce_scatter(x, 0)
-        return out.view_as(out) if out is x else out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        require_first("experts")
-        return ctx.group.all_gather(grad, 0), None, None
+    y = apply_body(job.body, expand(everyone, pairs), counts)
+    return travel(combine(y, heavy, pairs), summed(group), tie=everyone)[:size]

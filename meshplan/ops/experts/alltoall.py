@@ -21,102 +21,82 @@ kept: the experts' results on the side that weighs them, and indices.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshplan import compat
-from meshplan.ops.derivative import require_first
-from meshplan.ops.experts.contract import Body, Even, apply_body, host, refuse_indices
+from meshplan.ops.experts.contract import Even, Job, Routing, apply_body, host, refuse_indices
+from meshplan.ops.experts.legs import dealt, travel
 from meshplan.ops.experts.routing import Pairs, collect, combine, expand, pairs_of, regroup, sorted_slots
-from meshplan.runtime.comm import AxisGroup
 
 
-def alltoall_experts(
-    tokens: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    body: Body,
-    experts: int,
-    group: AxisGroup,
-    dedup: bool = False,
-    assumed: Callable[[], Even] | None = None,
-) -> Tensor:
+def alltoall_experts(x: Routing, job: Job, dedup: bool = False, assumed: Callable[[], Even] | None = None) -> Tensor:
     """`routed_experts` by all-to-all.
 
     Arguments:
         assumed: what shape-only ranks take the routing for, if not for choices spread evenly.
 
     Raises:
-        PlanError: `expert-index`, on all ranks of `group` together.
+        PlanError: `expert-index`, on all ranks of the group together.
     """
-    wrong = (indices >= experts).any()
-    n, k = group.size, indices.shape[1]
-    assumed = assumed or (lambda: Even.of(tokens.shape[0], k, experts, n))
+    group, n, k = job.group, job.group.size, x.indices.shape[1]
+    wrong = (x.indices >= job.experts).any()
+    assumed = assumed or (lambda: Even.of(x.tokens.shape[0], k, job.experts, n))
+    slots, counts = sorted_slots(x.indices, job.experts)
+    counts = counts.view(n, -1)
     if dedup and n > 1:
 
-        def inside(rows: Tensor, chosen: Tensor, heavy: Tensor, own: list[int]) -> Tensor:
-            there = pairs_of(sorted_slots(chosen, len(own))[0], sum(own), k)
-            return combine(apply_body(body, expand(rows, there), own), heavy, there)
+        def inside(arrived: Routing, own: list[int]) -> Tensor:
+            there = pairs_of(sorted_slots(arrived.indices, len(own))[0], sum(own), k)
+            return combine(apply_body(job.body, expand(arrived.tokens, there), own), arrived.weights, there)
 
-        counts = sorted_slots(indices, experts)[1].view(n, -1)
-        return once_per_rank(tokens, indices, weights, inside, experts, group, counts, wrong, assumed)
-    slots, counts = sorted_slots(indices, experts)
-    came, sent = _exchange_counts(counts.view(n, -1), wrong, experts, group, lambda: assumed().by_rank(n))
+        return once_per_rank(x, job, inside, counts, wrong, assumed)
+    came, sent = _exchange_counts(counts, wrong, job, lambda: assumed().by_rank(n))
     send, receive = [sum(row) for row in sent.put], [sum(row) for row in sent.came]
     mine = pairs_of(slots, sum(send), k)
-    arrived = _Deal.apply(expand(tokens, mine), None, group, send, receive)
+    arrived = travel(expand(x.tokens, mine), dealt(group, send, receive, job.payload), meanwhile=job.meanwhile)
     there, back = regroup(came, sum(receive))
-    y = apply_body(body, expand(arrived, there), _columns(sent.came))
-    home = _Deal.apply(expand(y, back), arrived, group, receive, send)
-    return combine(home, weights, mine)
+    y = apply_body(job.body, expand(arrived, there), _columns(sent.came))
+    home = travel(expand(y, back), dealt(group, receive, send), tie=arrived)
+    return combine(home, x.weights, mine)
 
 
-Inside = Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]
-"""`inside(rows [N, H], chosen [N, k], heavy [N, k], own) -> [N, H]`: what this rank's experts make of the rows that came, weighed
-and summed. `chosen` counts this rank's experts from 0, negative for other ranks'; `own` is what the ranks told of their choices,
-summed."""
+Inside = Callable[[Routing, list[int]], Tensor]
+"""`inside(arrived, own) -> [N, H]`: what this rank's experts make of the N rows that came, weighed and summed. Indices count its
+experts from 0 and are negative for other ranks'; `own` is what the ranks told of their choices, summed."""
 
 
 def once_per_rank(
-    tokens: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    inside: Inside,
-    experts: int,
-    group: AxisGroup,
-    told: Tensor,
-    wrong: Tensor,
-    assumed: Callable[[], Even],
+    x: Routing, job: Job, inside: Inside, told: Tensor, wrong: Tensor, assumed: Callable[[], Even]
 ) -> Tensor:
     """Send each token once to each rank that has experts of its choice, let these answer, and sum up what comes home.
 
     Arguments:
         told: integers [n, c] that each rank is told beside the number of rows.
-        wrong: boolean [], that an index names no expert; others: as in `alltoall_experts`.
+        wrong: boolean [], that an index names no expert; assumed: as in `alltoall_experts`.
 
     Raises:
-        PlanError: `expert-index`, on all ranks of `group` together.
+        PlanError: `expert-index`, on all ranks of the group together.
     """
-    n, k, local = group.size, indices.shape[1], experts // group.size
-    ranks = torch.arange(n, device=indices.device)
+    group, n, k, local = job.group, job.group.size, x.indices.shape[1], job.experts // job.group.size
+    ranks = torch.arange(n, device=x.indices.device)
     # [T, n]: the rank itself where one of the token's experts is on it.
-    owner = torch.div(indices, local, rounding_mode="floor")
+    owner = torch.div(x.indices, local, rounding_mode="floor")
     goes = (owner[:, :, None] == ranks).any(1)
     slots, rows = sorted_slots(torch.where(goes, ranks, -1), n)
-    put = torch.cat([rows[:, None], told], 1)
-    _, sent = _exchange_counts(put, wrong, experts, group, lambda: assumed().rows_by_rank(n))
+    _, sent = _exchange_counts(torch.cat([rows[:, None], told], 1), wrong, job, lambda: assumed().rows_by_rank(n))
     send, receive = [row[0] for row in sent.put], [row[0] for row in sent.came]
     mine = _narrow(pairs_of(slots, sum(send), n), min(k, n))
-    chosen = indices[mine.rows] - (mine.slots % n * local)[:, None]
+    chosen = x.indices[mine.rows] - (mine.slots % n * local)[:, None]
     chosen = torch.where((chosen >= 0) & (chosen < local), chosen, -1).to(torch.int32)
     came = group.all_to_all_uneven(chosen, send, receive)
     # Backward walks from the last to the first: on every rank the gradient of rows comes home before that of weights.
-    heavy = _Deal.apply(expand(weights, mine), None, group, send, receive)
-    arrived = _Deal.apply(expand(tokens, mine), None, group, send, receive)
-    answer = inside(arrived, came, heavy, _columns([row[1:] for row in sent.came]))
-    return collect(_Deal.apply(answer, arrived, group, receive, send), mine)
+    heavy = travel(expand(x.weights, mine), dealt(group, send, receive))
+    arrived = travel(expand(x.tokens, mine), dealt(group, send, receive, job.payload), meanwhile=job.meanwhile)
+    answer = inside(Routing(arrived, came, heavy), _columns([row[1:] for row in sent.came]))
+    return collect(travel(answer, dealt(group, receive, send), tie=arrived), mine)
 
 
 def _columns(rows: list[list[int]]) -> list[int]:
@@ -137,7 +117,7 @@ class _Sizes(NamedTuple):
 
 
 def _exchange_counts(
-    put: Tensor, wrong: Tensor, experts: int, group: AxisGroup, assumed: Callable[[], list[list[int]]]
+    put: Tensor, wrong: Tensor, job: Job, assumed: Callable[[], list[list[int]]]
 ) -> tuple[Tensor, _Sizes]:
     """Tell each rank its row of `put` [n, c]. The one place where the host waits for the device.
 
@@ -145,31 +125,10 @@ def _exchange_counts(
     what they tell, and what they tell themselves for what they are told.
     """
     put = torch.where(wrong, -1, put)
-    came = group.all_to_all(put, 0, 0)
+    came = job.group.all_to_all(put, 0, 0)
     if compat.is_fake(put):
         rows = assumed()
-        return came, _Sizes(rows, [rows[group.rank]] * group.size)
+        return came, _Sizes(rows, [rows[job.group.rank]] * job.group.size)
     sizes = host(torch.stack([put, came]))
-    refuse_indices(min(min(row) for row in sizes[0] + sizes[1]) < 0, experts)
+    refuse_indices(min(min(row) for row in sizes[0] + sizes[1]) < 0, job.experts)
     return came, _Sizes(*sizes)
-
-
-class _Deal(torch.autograd.Function):
-    """Rows to their ranks; gradients the way back.
-
-    `tie` is what the rows were computed from after it had arrived: that exchange then has its backward on every rank, also where
-    no row came and the body returned something that does not depend on its input.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, tie: Tensor | None, group: AxisGroup, send: list[int], receive: list[int]
-    ) -> Tensor:
-        ctx.group, ctx.send, ctx.receive = group, send, receive
-        out = group.all_to_all_uneven(x, send, receive)
-        return out.view_as(out) if out is x else out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        require_first("experts")
-        return ctx.group.all_to_all_uneven(grad, ctx.receive, ctx.send), None, None, None, None

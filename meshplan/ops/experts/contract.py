@@ -17,8 +17,33 @@ counts are plain integers: the host had to know them to receive the rows. Called
 result then depends on its parameters through autograd as ever, so that an idle expert's gradient is zero and not missing."""
 
 
-def check(tokens: Tensor, indices: Tensor, weights: Tensor, experts: int, group: AxisGroup) -> None:
+class Routing(NamedTuple):
+    """Tokens [T, H], the experts of each, integers [T, k], and their weights [T, k]."""
+
+    tokens: Tensor
+    indices: Tensor
+    weights: Tensor
+
+
+class Job(NamedTuple):
+    """What every way to dispatch is told beside tokens.
+
+    Attributes:
+        body: this rank's experts; experts: how many there are on all ranks of `group`.
+        payload: what dispatched rows are on the wire (see `payload.py`).
+        meanwhile: run while they are under way.
+    """
+
+    body: Body
+    experts: int
+    group: AxisGroup
+    payload: str | None = None
+    meanwhile: Callable[[], object] | None = None
+
+
+def check(x: Routing, experts: int, group: AxisGroup) -> None:
     """Raises PlanError `experts-shape` and `experts-split`."""
+    tokens, indices, weights = x
     shaped = tokens.dim() == 2 and indices.dim() == 2 and indices.shape[0] == tokens.shape[0] and indices.shape[1] > 0
     if not shaped or weights.shape != indices.shape or indices.dtype not in (torch.int64, torch.int32):
         raise PlanError(

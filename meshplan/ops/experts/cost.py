@@ -11,6 +11,7 @@ for experts that are chosen alike; what the busiest rank sends has i for 1 where
       across    (1 + i) T O (1 - (1 - 1/O)^k) H b (O-1)/O
       inside    (1 + i) T W (1 - (1 - 1/W)^k) H b (I-1)/I
 
+A payload of 8 bits takes H + ceil(H/128) bytes for H b, forward, of the half of the rows that is dispatched.
 Rows that stay on their rank do not travel, although they are among the elements of an uneven all_to_all.
 """
 
@@ -27,6 +28,7 @@ from torch import Tensor
 from meshplan.errors import PlanError
 from meshplan.ops.calls import Call
 from meshplan.ops.experts.contract import Even
+from meshplan.ops.experts.payload import packed_width
 from meshplan.ops.experts.routing import sorted_slots
 from meshplan.ops.experts.twolevel import Levels
 from meshplan.runtime.comm import AxisGroup
@@ -46,6 +48,7 @@ class Routed:
         rows: [n][n], tokens of rank i with an expert on rank j.
         k, width: choices of a token, numbers in a row; with their dtypes, and that of the weights.
         node_rows: [n][nodes], tokens of rank i with an expert in a node, if nodes were asked for.
+        payload: as in `routed_experts`.
     """
 
     tokens: tuple[int, ...]
@@ -57,6 +60,12 @@ class Routed:
     weights_dtype: torch.dtype
     indices_dtype: torch.dtype = torch.int64
     node_rows: Table = ()
+    payload: str | None = None
+
+    @property
+    def wire(self) -> tuple[int, torch.dtype]:
+        """Numbers of a dispatched row, and their dtype."""
+        return (self.width, self.dtype) if self.payload is None else (packed_width(self.width), torch.uint8)
 
     @classmethod
     def of(
@@ -208,7 +217,9 @@ def _plain(x: Routed, group: AxisGroup, phase: str, tokens_grad: bool) -> list[S
     n, local = group.size, len(x.counts[0]) // group.size
     rows = tuple(tuple(sum(row[j * local : (j + 1) * local]) for j in range(n)) for row in x.counts)
     out, home = (_deal(group, rows, x.width, x.dtype, home) for home in (False, True))
-    return [_counts(group, local), out, home] if phase == "forward" else [out] + [home] * tokens_grad
+    if phase == "forward":
+        return [_counts(group, local), _deal(group, rows, *x.wire), home]
+    return [out] + [home] * tokens_grad
 
 
 def _once(
@@ -218,7 +229,7 @@ def _once(
     out, home = (_deal(group, x.rows, x.width, x.dtype, home) for home in (False, True))
     if phase == "forward":
         beside = [_deal(group, x.rows, x.k, dtype) for dtype in (torch.int32, x.weights_dtype)]
-        return [_counts(group, told + 1), *beside, out], [home]
+        return [_counts(group, told + 1), *beside, _deal(group, x.rows, *x.wire)], [home]
     return [out], [home] * grads[0] + [_deal(group, x.rows, x.k, x.weights_dtype, True)] * grads[1]
 
 
@@ -271,6 +282,7 @@ def _allgather(
     if phase == "forward":
         sizes = [] if equal else [ring("all_gather", 1, torch.int64)]
         chosen = ring("all_gather", most * x.k, x.indices_dtype)
-        return [*sizes, chosen, ring("all_gather", *weights), ring("all_gather", *rows), ring("reduce_scatter", *rows)]
+        gathers = [chosen, ring("all_gather", *weights), ring("all_gather", most * x.wire[0], x.wire[1])]
+        return [*sizes, *gathers, ring("reduce_scatter", *rows)]
     back = [ring("all_gather", *rows)]
     return back + [ring("reduce_scatter", *rows)] * tokens_grad + [ring("reduce_scatter", *weights)] * weights_grad

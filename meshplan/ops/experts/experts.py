@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -9,8 +10,9 @@ from torch import Tensor
 from meshplan.errors import PlanError
 from meshplan.ops.experts.allgather import allgather_experts
 from meshplan.ops.experts.alltoall import alltoall_experts
-from meshplan.ops.experts.contract import Body, check
-from meshplan.ops.experts.layout import Routing, TokenLayout
+from meshplan.ops.experts.contract import Body, Job, Routing, check
+from meshplan.ops.experts.layout import TokenLayout
+from meshplan.ops.experts.payload import check_payload
 from meshplan.ops.experts.twolevel import Levels, twolevel_experts
 from meshplan.runtime.comm import AxisGroup
 
@@ -43,6 +45,8 @@ def routed_experts(
     equal: bool = False,
     layout: TokenLayout | None = None,
     levels: Levels | None = None,
+    payload: str | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Tensor:
     """out[t] = sum over j of weights[t, j] expert_(indices[t, j])(tokens[t]), experts anywhere in `group`.
 
@@ -65,6 +69,9 @@ def routed_experts(
         layout: where other ranks hold the same tokens, or parts of the same experts (`body` then returns summands). `group` is
             then the ranks that share the experts' copy at this rank's place in these.
         levels: for `twolevel`: the ranks at this one's place in every node, and the ranks of its node (see `twolevel.py`).
+        payload: `fp8` sends dispatched rows in 8 bits (see `payload.py`); results, and gradients, stay as they are.
+        meanwhile: called once while dispatched rows are under way; what it computes has its backward while their gradients are.
+            It may use collectives of other groups. See `with_shared`.
 
     Returns:
         [T, H] in the dtype of `tokens`.
@@ -72,7 +79,9 @@ def routed_experts(
     Raises:
         PlanError: `experts-shape`, `experts-split`, `experts-levels`, `expert-index`, `bad-value`.
     """
-    check(tokens, indices, weights, experts, group)
+    given = Routing(tokens, indices, weights)
+    check(given, experts, group)
+    check_payload(payload)
     if dispatch not in DISPATCHES:
         raise PlanError(f"experts have no dispatch {dispatch!r}", code="bad-value", legal=list(DISPATCHES))
     if (levels is None) == (dispatch == "twolevel"):
@@ -82,11 +91,32 @@ def routed_experts(
             legal="levels=(outer, inner) with dispatch 'twolevel', and none with others",
         )
 
+    job = Job(body, experts, group, payload, meanwhile)
+
     def send(x: Routing) -> Tensor:
         if levels is not None:
-            return twolevel_experts(*x, body, experts, group, levels, dedup)
+            return twolevel_experts(x, job, levels, dedup)
         if dispatch == "allgather":
-            return allgather_experts(*x, body, experts, group, equal)
-        return alltoall_experts(*x, body, experts, group, dedup)
+            return allgather_experts(x, job, equal)
+        return alltoall_experts(x, job, dedup)
 
-    return (layout or TokenLayout()).around(Routing(tokens, indices, weights), send)
+    return (layout or TokenLayout()).around(given, send)
+
+
+def with_shared(
+    tokens: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    body: Body,
+    shared: Callable[[Tensor], Tensor],
+    **options: Any,
+) -> Tensor:
+    """`routed_experts` and `shared(tokens)` [T, H], what experts that every token goes to make of it, added. They compute while
+    tokens are under way to the others, and their gradients while those of tokens come back.
+
+    Arguments:
+        options: of `routed_experts`, without `meanwhile`; others as there.
+    """
+    made: list[Tensor] = []
+    out = routed_experts(tokens, indices, weights, body, meanwhile=lambda: made.append(shared(tokens)), **options)
+    return out + made[0]

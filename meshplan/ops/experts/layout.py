@@ -25,24 +25,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
 from meshplan.errors import PlanError
+from meshplan.ops.experts.contract import Routing
 from meshplan.ops.experts.uneven import padded, sizes_of
 from meshplan.runtime.boundary import move
 from meshplan.runtime.comm import AxisGroup
 
 KINDS = ("I", "R")
-
-
-class Routing(NamedTuple):
-    """Tokens [T, H], the experts of each [T, k] and their weights [T, k]."""
-
-    tokens: Tensor
-    indices: Tensor
-    weights: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

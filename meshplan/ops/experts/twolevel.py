@@ -15,7 +15,8 @@ For T tokens a rank, k choices, rows of H numbers, routed evenly, each way:
     inside a node  T W (1 - (1 - 1/W)^k) H (I-1)/I        plain inside: T k H (I-1)/I
 
 In half precision sums are rounded once on the rank that a row came to, and once, with `dedup`, on that of the experts. The host
-waits for the device twice. The node-limited routing of DeepSeek-V3 (2024, section 3.2.2) is sent the same way.
+waits for the device twice. "DeepSeek-V3 Technical Report", 2024, section 3.2.2, sends so too: to the rank at the same place in
+the node first, then inside.
 """
 
 from __future__ import annotations
@@ -25,51 +26,41 @@ from torch import Tensor
 
 from meshplan.errors import PlanError
 from meshplan.ops.experts.alltoall import alltoall_experts, once_per_rank
-from meshplan.ops.experts.contract import Body, Even
+from meshplan.ops.experts.contract import Even, Job, Routing
 from meshplan.runtime.comm import AxisGroup
 
 Levels = tuple[AxisGroup, AxisGroup]
 """The ranks at this one's place in every node, and those of its node."""
 
 
-def twolevel_experts(
-    tokens: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    body: Body,
-    experts: int,
-    group: AxisGroup,
-    levels: Levels,
-    dedup: bool = True,
-) -> Tensor:
+def twolevel_experts(x: Routing, job: Job, levels: Levels, dedup: bool = True) -> Tensor:
     """`routed_experts` node-first.
 
     Arguments:
-        levels: the outer and the inner group of `group`.
+        levels: the outer and the inner group of the job's.
         dedup: inside a node a token travels once per rank and not once per expert.
 
     Raises:
-        PlanError: `experts-levels`, and `expert-index` on all ranks of `group` together.
+        PlanError: `experts-levels`, and `expert-index` on all ranks of the group together.
     """
     outer, inner = levels
-    check_levels(group, outer, inner)
+    check_levels(job.group, outer, inner)
     if outer.size == 1:
-        return alltoall_experts(tokens, indices, weights, body, experts, inner, dedup)
+        return alltoall_experts(x, job._replace(group=inner), dedup)
     if inner.size == 1:
-        return alltoall_experts(tokens, indices, weights, body, experts, outer, True)
-    wrong = inner.all_reduce((indices >= experts).any().long()[None], "max")[0] > 0
-    size, k = indices.shape
+        return alltoall_experts(x, job._replace(group=outer), True)
+    wrong = inner.all_reduce((x.indices >= job.experts).any().long()[None], "max")[0] > 0
+    size, k = x.indices.shape
+    node = job._replace(experts=job.experts // outer.size, group=inner, meanwhile=None)
 
-    def inside(rows: Tensor, chosen: Tensor, heavy: Tensor, own: list[int]) -> Tensor:
-        unique = outer.size * Even.of(size, k, experts, group.size).unique
-        assumed = lambda: Even(tuple(own), unique)  # noqa: E731
-        return alltoall_experts(rows, chosen, heavy, body, experts // outer.size, inner, dedup, assumed)
+    def inside(arrived: Routing, own: list[int]) -> Tensor:
+        unique = outer.size * Even.of(size, k, job.experts, job.group.size).unique
+        return alltoall_experts(arrived, node, dedup, lambda: Even(tuple(own), unique))
 
     # Ranks of a node tell each other their counts when rows have come; across nodes only numbers of rows are told.
-    told = torch.empty((outer.size, 0), dtype=torch.int64, device=indices.device)
-    return once_per_rank(
-        tokens, indices, weights, inside, experts, outer, told, wrong, lambda: Even.of(size, k, experts, outer.size)
-    )
+    told = torch.empty((outer.size, 0), dtype=torch.int64, device=x.indices.device)
+    even = lambda: Even.of(size, k, job.experts, outer.size)  # noqa: E731
+    return once_per_rank(x, job._replace(group=outer), inside, told, wrong, even)
 
 
 def check_levels(group: AxisGroup, outer: AxisGroup, inner: AxisGroup) -> None:

@@ -15,7 +15,7 @@ from meshplan.mesh.build import Groups, build_groups
 from meshplan.ops.attention.attention import context_attention
 from meshplan.ops.attention.cost import Local, bytes_sent, collectives
 from meshplan.ops.attention.sequence import Sequence
-from meshplan.runtime.comm import AxisGroup, Shift
+from meshplan.runtime.comm import AxisGroup, Pending
 from meshplan.runtime.recorder import record_collectives
 from meshplan.runtime.simulated import SimulatedGroup, SimulatedGroups, World
 from tests.ops.attention.reference import spec_of
@@ -135,7 +135,7 @@ class Logged(SimulatedGroup):
         self._line("all_to_all", x)
         return super().all_to_all(x, cut, join)
 
-    def shift(self, x: Tensor, by: int = 1) -> Shift:
+    def shift(self, x: Tensor, by: int = 1) -> Pending:
         self._line("send", x)
         self._line("recv", x)
         return super().shift(x, by)

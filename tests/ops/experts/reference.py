@@ -71,9 +71,11 @@ def tensors(case: Case) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def reference(case: Case) -> dict[str, Tensor]:
-    """The result, and the gradients of tokens, weights and parameters, token by token and choice by choice."""
+def reference(case: Case, seen: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, Tensor]:
+    """The result, and the gradients of tokens, weights and parameters, token by token and choice by choice; experts see
+    `seen(tokens)`, and the gradient is that of what they see."""
     t, chosen = tensors(case), indices(case).tolist()
+    t["tokens"] = seen(t["tokens"])
     grad = t.pop("grad")
     t = {name: x.requires_grad_() for name, x in t.items()}
     out = [t["tokens"].new_zeros(H) for _ in chosen]
@@ -117,16 +119,17 @@ def simulated(case: Case, options: dict[str, Any], work: Callable[..., Any] = on
 
     def run(rank: int) -> Any:
         groups = SimulatedGroups(spec, rank, world=world)
-        return work(case, groups.group("ep"), levelled(options, lambda: (groups.group("ep_out"), groups.group("ep_in"))))
+        return work(case, groups.group("ep"), levelled(options, groups))
 
     return world.run(run)
 
 
-def levelled(options: dict[str, Any], levels: Callable[[], Any]) -> dict[str, Any]:
+def levelled(options: dict[str, Any], groups: SimulatedGroups) -> dict[str, Any]:
     """`options` of `routed_experts`, with groups for `nodes`."""
     if "nodes" not in options:
         return options
-    return {name: x for name, x in options.items() if name != "nodes"} | {"levels": levels()}
+    levels = groups.group("ep_out"), groups.group("ep_in")
+    return {name: x for name, x in options.items() if name != "nodes"} | {"levels": levels}
 
 
 def gloo_levels(nodes: int) -> tuple[AxisGroup, AxisGroup]:
@@ -143,9 +146,9 @@ def gloo_levels(nodes: int) -> tuple[AxisGroup, AxisGroup]:
     return found[0], found[1]
 
 
-def check(case: Case, ranks: list[dict[str, Tensor]]) -> None:
-    """All ranks together have what one device has."""
-    for name, expected in reference(case).items():
+def check(case: Case, ranks: list[dict[str, Tensor]], seen: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+    """All ranks together have what one device has (see `reference`)."""
+    for name, expected in reference(case, seen).items():
         found = torch.cat([r[name] for r in ranks])
         assert all(r[name] is not None for r in ranks)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")

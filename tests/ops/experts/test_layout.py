@@ -11,9 +11,10 @@ from torch import Tensor
 
 from meshplan.errors import PlanError
 from meshplan.mesh.spec import MeshSpec
+from meshplan.ops.experts.contract import Routing
 from meshplan.ops.experts.experts import routed_experts
 from meshplan.ops.experts.grouped import grouped_mlp
-from meshplan.ops.experts.layout import Routing, TokenLayout, join_tokens, split_tokens
+from meshplan.ops.experts.layout import TokenLayout, join_tokens, split_tokens
 from meshplan.runtime.comm import AxisGroup
 from meshplan.runtime.simulated import SimulatedGroups, World
 from tests.ops.experts.reference import PARAMETERS, Case, F, indices, reference, tensors

@@ -156,8 +156,8 @@ def _rows(sent: list[Sent], axis: str) -> int:
 
 
 def test_bytes_are_those_of_the_formulas():
-    """8 ranks in 2 nodes, top 2 of 8 experts. Every pair of experts, equal ones too, is chosen by one token of each rank: counts are
-    then the means of choices drawn alike."""
+    """8 ranks in 2 nodes, top 2 of 8 experts. Every pair of experts, equal ones too, is chosen by one token of each rank: counts
+    are then the means of choices drawn alike."""
     pairs = torch.tensor([(a, b) for a in range(8) for b in range(8)])
     routed = Routed.of([pairs] * 8, 8, 100, torch.bfloat16, torch.float32, nodes=2)
     numbers = {"T": 64, "k": 2, "H": 100, "b": 2, "W": 8, "O": 2, "I": 4, "i": 1}
