@@ -29,6 +29,7 @@ class Collective:
         elements: of the full tensor, padding included: the gathered or unreduced side; for all_to_all what this
             rank puts in.
         bytes: the same in bytes.
+        stays: of an all_to_all with sizes, bytes for this rank itself; else None.
     """
 
     sequence: int
@@ -39,15 +40,20 @@ class Collective:
     dtype: str
     elements: int
     bytes: int
+    stays: int | None = None
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes this rank sends under the ring algorithm; see `wire_bytes`."""
+        """Bytes this rank sends: all but what stays, or under the ring algorithm; see `wire_bytes`."""
+        if self.stays is not None:
+            return self.bytes - self.stays
         return wire_bytes(self.op, self.bytes, len(self.ranks))
 
     def to_json(self) -> dict[str, Any]:
         """The fields and `wire_bytes`, as JSON values."""
-        return {**asdict(self), "ranks": list(self.ranks), "wire_bytes": self.wire_bytes}
+        fields = {**asdict(self), "ranks": list(self.ranks), "wire_bytes": self.wire_bytes}
+        del fields["stays"]
+        return fields
 
 
 def wire_bytes(op: str, nbytes: int, n: int) -> int:
@@ -86,8 +92,11 @@ class CollectiveLog(Sequence[Collective]):
     def __iter__(self) -> Iterator[Collective]:
         return iter(tuple(self._entries))
 
-    def _add(self, op: str, group: object, tensors: Sequence[Tensor], shard: bool = False) -> None:
-        """`tensors` together are the full tensor, or with `shard` one of `n` equal shards of it."""
+    def _add(
+        self, op: str, group: object, tensors: Sequence[Tensor], shard: bool = False, sizes: Sequence[int] = ()
+    ) -> None:
+        """`tensors` together are the full tensor, or with `shard` one of `n` equal shards of it; `sizes` are the rows of it for
+        each rank, where they were given."""
         ranks = tuple(dist.get_process_group_ranks(group))  # type: ignore[arg-type]
         phase = self._phase or ("backward" if compat.in_backward() else "forward")
         axis = self._names(ranks) if self._names else None
@@ -95,9 +104,10 @@ class CollectiveLog(Sequence[Collective]):
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             elements = sum(t.numel() for t in tensors if t.dtype == dtype) * (len(ranks) if shard else 1)
             bare = str(dtype).removeprefix("torch.")
-            self._entries.append(
-                Collective(len(self), phase, op, ranks, axis, bare, elements, elements * dtype.itemsize)
-            )
+            size = elements * dtype.itemsize
+            rows, own = sum(sizes), sizes[dist.get_rank(group)] if sizes else 0  # type: ignore[arg-type]
+            stays = None if not sizes else own * size // rows if rows else 0
+            self._entries.append(Collective(len(self), phase, op, ranks, axis, bare, elements, size, stays))
 
 
 @contextmanager
@@ -140,7 +150,8 @@ class _Recorder(compat.TorchDispatchMode):
             if name in table:
                 op, tensor = table[name]
                 group = compat.process_group_of(given["process_group" if table is _EAGER else "group_name"])
-                self.log._add(op, group, list(_flat(given[tensor.removeprefix("n*")])), tensor.startswith("n*"))
+                tensors, sizes = list(_flat(given[tensor.removeprefix("n*")])), given.get("input_split_sizes") or ()
+                self.log._add(op, group, tensors, tensor.startswith("n*"), sizes)
 
 
 def _flat(x: Any) -> Iterator[Tensor]:

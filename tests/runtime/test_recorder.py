@@ -58,7 +58,7 @@ def test_eager_collectives(pool):
     assert pool.run(_eager, world=3) == [expected] * 3
 
 
-def _uneven() -> list[tuple]:
+def _uneven() -> tuple[list[tuple], list[int]]:
     rank = dist.get_rank()
     sizes = [[1, 2], [4, 0]]  # rank r sends sizes[r][j] to rank j
     with record_collectives() as log:
@@ -69,12 +69,14 @@ def _uneven() -> list[tuple]:
             sizes[rank],
         )
         dist.all_to_all([torch.empty(5), torch.empty(5)], [torch.ones(5), torch.ones(5)])
-    return _brief(log)
+        dist.all_to_all_single(torch.empty(6), torch.ones(6))
+    return _brief(log), [c.wire_bytes for c in log]
 
 
-def test_all_to_all_counts_what_this_rank_puts_in(pool):
-    expected = [[("all_to_all", (0, 1), total, "float32") for total in (uneven, 10)] for uneven in (3, 4)]
-    assert pool.run(_uneven, world=2) == expected
+def test_all_to_all_counts_what_this_rank_puts_in_and_sends_all_but_what_stays(pool):
+    put = [[("all_to_all", (0, 1), total, "float32") for total in (uneven, 10, 6)] for uneven in (3, 4)]
+    sent = [[4 * 2, 4 * 5, 4 * 3], [4 * 4, 4 * 5, 4 * 3]]
+    assert pool.run(_uneven, world=2) == list(zip(put, sent, strict=True))
 
 
 def _point_to_point() -> list[tuple]:

@@ -6,8 +6,8 @@ index is a slot without one (a padded token, a dropped choice). Pairs are sorted
     indices [[2, 0], [0, -1], [2, 1]]   sorted slots 1 2 | 5 | 0 4   rows 0 1 | 2 | 0 2   counts 2 1 2
                                         place [[3, 0], [1, 5], [4, 2]], 5 for none
 
-Forward and backward both gather through such tables, and sum the slots of a token in their order: no atomics, the same bits at
-every run. Nothing here waits for the device.
+Forward and backward both gather through such tables, and sum what a token's slots have in a fixed order (on the CPU that of
+pairs, elsewhere that of slots): no atomics, the same bits at every run. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def regroup(counts: Tensor, n: int) -> tuple[Pairs, Pairs]:
 
 
 def expand(x: Tensor, pairs: Pairs) -> Tensor:
-    """The row of every pair: [M, ...] -> [N, ...]. Backward sums the gradients of a row's pairs, slot by slot."""
+    """The row of every pair: [M, ...] -> [N, ...]. Backward sums the gradients of a row's pairs."""
     return _Expand.apply(x, pairs)  # type: ignore[no-any-return]
 
 
 def collect(y: Tensor, pairs: Pairs) -> Tensor:
-    """The sum over the pairs of a row, in the order of its slots: [N, ...] -> [M, ...]. Its backward is `expand`."""
+    """The sum over the pairs of a row: [N, ...] -> [M, ...]. Its backward is `expand`."""
     return _Collect.apply(y, pairs)  # type: ignore[no-any-return]
 
 
@@ -119,11 +119,30 @@ def _of_slot(y: Tensor, pairs: Pairs, j: int) -> Tensor:
     return torch.where(there, y.index_select(0, place.clamp(max=n - 1)).to(wide(y.dtype)), 0.0)
 
 
-def _sum(y: Tensor, pairs: Pairs) -> Tensor:
-    total = _of_slot(y, pairs, 0)
-    for j in range(1, pairs.place.shape[1]):
-        total = total + _of_slot(y, pairs, j)
+def _sum(y: Tensor, pairs: Pairs, weights: Tensor | None = None) -> Tensor:
+    """The sum over the pairs of each row, in wide precision and rounded once to the dtype of `y`.
+
+    Arguments:
+        weights: [M, k], by which each slot's pair is multiplied; wide.
+    """
+    rows, k = pairs.place.shape
+    if weights is None and k == 1 and pairs.whole:
+        return y.index_select(0, pairs.place[:, 0])
+    dtype = wide(y.dtype) if weights is None else weights.dtype
+    if _pair_by_pair(y):
+        each = y.to(dtype) if weights is None else y * weights.flatten()[pairs.slots][:, None]
+        return y.new_zeros((rows, *y.shape[1:]), dtype=dtype).index_add_(0, pairs.rows, each).to(y.dtype)
+    total = None
+    for j in range(k):
+        part = _of_slot(y, pairs, j) if weights is None else weights[:, j, None] * _of_slot(y, pairs, j)
+        total = part if total is None else total + part
+    assert total is not None
     return total.to(y.dtype)
+
+
+def _pair_by_pair(y: Tensor) -> bool:
+    """Whether rows are added to as pairs come, without work for slots that have none: elsewhere `index_add_` uses atomics."""
+    return y.device.type == "cpu"
 
 
 class _Expand(torch.autograd.Function):
@@ -155,11 +174,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, weights: Tensor, pairs: Pairs) -> Tensor:
         ctx.save_for_backward(y, weights)
         ctx.pairs = pairs
-        heavy = weights.to(wide(torch.promote_types(y.dtype, weights.dtype)))
-        total = heavy[:, 0, None] * _of_slot(y, pairs, 0)
-        for j in range(1, weights.shape[1]):
-            total = total + heavy[:, j, None] * _of_slot(y, pairs, j)
-        return total.to(y.dtype)
+        return _sum(y, pairs, weights.to(wide(torch.promote_types(y.dtype, weights.dtype))))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -171,7 +186,6 @@ class _Combine(torch.autograd.Function):
             heavy = weights.flatten()[pairs.slots].to(dtype)
             dy = (heavy[:, None] * grad.index_select(0, pairs.rows)).to(y.dtype)
         if ctx.needs_input_grad[1]:
-            high = grad.to(dtype)
-            dots = [(_of_slot(y, pairs, j) * high).sum(-1) for j in range(weights.shape[1])]
-            dw = torch.stack(dots, 1).to(weights.dtype)
+            dots = (y.to(dtype) * grad.index_select(0, pairs.rows)).sum(-1)
+            dw = dots.new_zeros(weights.numel()).index_copy_(0, pairs.slots, dots).view_as(weights).to(weights.dtype)
         return dy, dw, None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshplan import compat
 from meshplan.errors import PlanError
-from meshplan.ops.experts.cost import Routed, bytes_sent, collectives, expression
+from meshplan.ops.experts.cost import Routed, bytes_sent, collectives, expression, sends
 from meshplan.ops.experts.experts import routed_experts
 from meshplan.ops.experts.load import load_table
 from meshplan.runtime.comm import AxisGroup
@@ -117,7 +117,8 @@ def test_simulated_ranks_make_the_calls_that_are_announced(method, frozen):
         assert all(world.run(work))
 
 
-def _recorded() -> list[tuple[list[Line], list[Line]]]:
+def _recorded() -> list[tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]]:
+    """With the bytes that leave the rank."""
     found = []
     group = AxisGroup("ep", 4, dist.get_rank(), dist.group.WORLD.group_name)
     for method in OPTIONS:
@@ -125,12 +126,19 @@ def _recorded() -> list[tuple[list[Line], list[Line]]]:
             with record_collectives() as log:
                 run(rows_of(case)[group.rank], case.experts, group, OPTIONS[method])
             routed = Routed.of(rows_of(case), case.experts, H, DTYPE, WEIGHTS)
-            found.append(([(c.phase, c.op, c.elements, c.dtype) for c in log], said(method, routed, group)))
+            announced = [
+                (phase, sent.call.op, sent.call.elements, _bare(sent.call.dtype), sent.bytes)
+                for phase in ("forward", "backward")
+                for sent in sends(method, routed, group, phase=phase)
+            ]
+            found.append(([(c.phase, c.op, c.elements, c.dtype, c.wire_bytes) for c in log], announced))
     return found
 
 
-def test_gloo_ranks_make_them_too(pool):
-    for rank in pool.run(_recorded):
+def test_gloo_ranks_make_them_too_and_send_no_byte_more(pool):
+    """What stays on its rank does not travel: of rows that all go to one expert, its own rank sends none."""
+    ranks = pool.run(_recorded)
+    for rank in ranks:
         for made, announced in rank:
             assert made == announced
 

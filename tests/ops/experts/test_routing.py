@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from meshplan.ops.experts import routing
 from meshplan.ops.experts.routing import collect, combine, expand, pairs_of, regroup, sorted_slots
 
 INDICES = torch.tensor([[2, 0], [0, -1], [2, 1]])  # the docstring's
@@ -36,7 +38,10 @@ def test_blocks_by_source_become_blocks_by_expert():
     assert expand(torch.empty(0, 2), there).shape == (0, 2)
 
 
-def test_gradients_are_those_of_autograd():
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_gradients_are_those_of_autograd(one_by_one, monkeypatch):
+    """Either way to sum: that of the CPU, and that of devices whose `index_add_` uses atomics."""
+    monkeypatch.setattr(routing, "_pair_by_pair", lambda y: one_by_one)
     slots, counts = sorted_slots(INDICES, 3)
     pairs = pairs_of(slots, int(counts.sum()), 2)
     x, y = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (3, 5))
@@ -44,6 +49,25 @@ def test_gradients_are_those_of_autograd():
     assert torch.autograd.gradcheck(lambda x: expand(x, pairs), x)
     assert torch.autograd.gradcheck(lambda y: collect(y, pairs), y)
     assert torch.autograd.gradcheck(lambda y, w: combine(y, w, pairs), (y, w))
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+@pytest.mark.parametrize("k", [1, 3])
+def test_sums_are_those_of_the_dense_matrix(k, one_by_one, monkeypatch):
+    monkeypatch.setattr(routing, "_pair_by_pair", lambda y: one_by_one)
+    draw = torch.Generator().manual_seed(k)
+    indices = torch.randint(-2, 5, (7, k), generator=draw)
+    slots, counts = sorted_slots(indices, 5)
+    pairs = pairs_of(slots, int(counts.sum()), k)
+    y = torch.randn(pairs.rows.shape[0], 4, generator=draw, dtype=torch.float64)
+    w = torch.randn(7, k, generator=draw, dtype=torch.float64)
+    dense = torch.nn.functional.one_hot(pairs.rows, 7).double().T
+    torch.testing.assert_close(collect(y, pairs), dense @ y, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        combine(y, w, pairs), dense @ (w.flatten()[pairs.slots, None] * y), rtol=1e-12, atol=1e-12
+    )
+    nothing = pairs_of(slots, 0, k)
+    assert not collect(y[:0], nothing).any() and not combine(y[:0], w, nothing).any()
 
 
 def test_a_slot_without_an_expert_adds_nothing():
