@@ -1,0 +1,118 @@
+"""docs/experts.md tells the truth: its snippets run, its formulas are what is counted, its table is what is printed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from sympy.parsing.sympy_parser import convert_xor, implicit_multiplication, parse_expr, standard_transformations
+from torch import Tensor
+
+from meshplan.ops.experts.cost import Routed, expression, sends
+from meshplan.ops.experts.layout import TokenLayout
+from meshplan.ops.experts.layout_cost import sends_around
+from meshplan.ops.experts.payload import packed_width
+from meshplan.runtime.comm import AxisGroup
+
+PAGE = (Path(__file__).parents[2] / "docs" / "experts.md").read_text(encoding="utf-8")
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+NAMES = {name: sympy.Symbol(name) for name in ("T", "k", "H", "b", "W", "i", "O", "I", "c", "e")}
+
+
+def rows(heading: str) -> dict[str, list[sympy.Expr]]:
+    """First cell of each row of the table under `heading`, and the formulas in its others."""
+    section = PAGE[PAGE.index(f"## {heading}") :]
+    lines = section[section.index("\n|") :].strip().split("\n\n")[0].splitlines()[2:]
+    found = {}
+    for line in lines:
+        first, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        found[first] = [parsed(cell[1:-1]) for cell in cells if cell.startswith("`")]
+    return found
+
+
+def parsed(text: str) -> sympy.Expr:
+    # A bracket behind a symbol is a factor, not an argument.
+    text = re.sub(r"(?<=[A-Za-z]) \(", "*(", text)
+    return parse_expr(text, NAMES, (*standard_transformations, convert_xor, implicit_multiplication))
+
+
+METHODS = {
+    "`alltoall`": "alltoall",
+    "`alltoall`, `dedup`": "dedup",
+    "`allgather`": "allgather",
+    "`twolevel`, across nodes": "across",
+    "`twolevel`, inside a node": "inside",
+}
+
+
+def test_formulas_of_methods_are_those_of_the_code_and_those_that_are_counted():
+    """8 ranks in 2 nodes, 8 experts. Every ordered pair of experts is the choice of one token of each rank: as if drawn alike."""
+    table = rows("Methods")
+    assert set(table) == set(METHODS)
+    pairs = torch.tensor([(a, b) for a in range(8) for b in range(8)])
+    x = Routed.of([pairs] * 8, 8, 100, torch.bfloat16, torch.float32, nodes=2)
+    numbers = {"T": 64, "k": 2, "H": 100, "b": 2, "W": 8, "O": 2, "I": 4, "i": 1}
+    group, levels = AxisGroup("ep", 8, 5), (AxisGroup("out", 2, 1), AxisGroup("in", 4, 1))
+    axes = {"across": "out", "inside": "in"}
+    for cell, name in METHODS.items():
+        [formula] = table[cell]
+        assert sympy.simplify(formula - expression(name)) == 0
+        method, options = (name, {}) if name not in axes else ("twolevel", {"levels": levels})
+        for phase in ("forward", "backward"):
+            sent = sends(method, x, group, phase=phase, **options)
+            counted = [s.bytes for s in sent if s.call.dtype == torch.bfloat16 and s.call.axis == axes.get(name, "ep")]
+            assert sum(counted) == float(formula.subs(numbers))
+
+
+def test_formulas_of_layouts_are_counted():
+    table = rows("Tokens that ranks")
+    group = AxisGroup("tp", 4, 2)
+    layouts = {
+        "`copies`": TokenLayout(copies=group),
+        "`etp`, tokens of their own": TokenLayout(etp=group, equal=True),
+        "`etp`, `etp_copies`": TokenLayout(etp=group, etp_copies=True),
+    }
+    assert set(table) == set(layouts)
+    for cell, layout in layouts.items():
+        [formula] = table[cell]
+        expected = formula.subs({"T": 64, "H": 100, "b": 2, "c": 4, "e": 4})
+        for phase in ("forward", "backward"):
+            around = sends_around(layout, (64,), 2, 100, torch.bfloat16, torch.float32, phase=phase)
+            assert sum(s.bytes for part in around for s in part if s.call.dtype == torch.bfloat16) == expected
+
+
+def _snippet() -> dict[str, Tensor]:
+    torch.manual_seed(torch.distributed.get_rank())
+    names: dict[str, Any] = {}
+    exec(SNIPPETS[0], names)
+    return {name: names[name].detach() for name in ("tokens", "weights", "indices", "up", "down", "out")}
+
+
+def test_the_snippet_computes_what_it_says(pool):
+    ranks = pool.run(_snippet)
+    up, down = (torch.cat([r[name] for r in ranks]) for name in ("up", "down"))
+    for rank, r in enumerate(ranks):
+        assert len(r["out"]) == 10 + rank
+        gate, other = torch.einsum("th,tkfh->tkf", r["tokens"], up[r["indices"]]).chunk(2, -1)
+        each = torch.einsum("tkf,tkhf->tkh", torch.nn.functional.silu(gate) * other, down[r["indices"]])
+        torch.testing.assert_close(r["out"], (r["weights"][..., None] * each).sum(1), rtol=1e-4, atol=1e-2)
+
+
+def test_the_table_is_what_is_printed(capsys):
+    exec(SNIPPETS[1], {})
+    assert capsys.readouterr().out == re.search(r"```text\n(.*?)```", PAGE, re.S)[1]
+
+
+def test_bytes_of_eight_bits():
+    found = re.search(r"(\d+) for (\d+) at H (\d+)", PAGE)
+    width = int(found[3])
+    assert (int(found[1]), int(found[2])) == (packed_width(width), 2 * width)
+
+
+def test_codes_that_are_named_have_pages():
+    named = set(re.findall(r"`(expert[a-z-]+)`", PAGE))
+    pages = {path.stem for path in (Path(__file__).parents[2] / "docs" / "errors").iterdir()}
+    assert {"expert-index", "experts-levels"} <= named & pages
