@@ -115,8 +115,8 @@ def compile_core(
         refuse_ignored(model, bound, examples, trace.given, used)
         decided = tuple(map(final, result.decided))
     checked = check_uses(decided, axes, trace) if check == "values" else Checked()
-    if routed and check == "values":
-        routed, unchecked = check_experts(routed, model, trace)
+    if routed:
+        routed, unchecked = check_experts(routed, model, trace, check == "values")
         checked = replace(checked, skipped=(*checked.skipped, *unchecked))
     expand_repeats(result, settled)
     program = replace(_program(bound, result, settled, axes, examples), checked=checked, asked=trace.asked)

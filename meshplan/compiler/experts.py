@@ -19,7 +19,7 @@ from meshplan.mesh.spec import MeshSpec
 from meshplan.ops.experts.call import Routed
 from meshplan.ops.experts.views import ExpertView, expert_view
 from meshplan.plan.patterns import match
-from meshplan.plan.placements import Shard
+from meshplan.plan.placements import Partial, Shard
 
 if TYPE_CHECKING:
     from meshplan.compiler.lowered import ParamPlan
@@ -40,12 +40,19 @@ class Found:
         packed: names of its parameters, each of which holds all experts along dim 0 and is split over ep; empty where each
             expert has parameters of its own, which then live like any others and are used on the rank of their expert alone.
         sizes: its attributes that count the experts.
+        inner: how etp splits each packed parameter, by its name in the module: a `Shard`, or `P` where its first rank alone
+            computes with it (a bias that a sum must not have twice); others are whole.
     """
 
     path: str
     experts: int
     packed: tuple[str, ...]
     sizes: tuple[str, ...]
+    inner: tuple[tuple[str, Shard | Partial], ...] = ()
+
+    def inner_of(self, name: str) -> Shard | Partial | None:
+        """How etp splits the packed parameter `name` of the model."""
+        return dict(self.inner).get(name.rpartition(".")[2])
 
 
 @dataclass(frozen=True)
@@ -109,14 +116,16 @@ class ExpertsAt:
             )  # fmt: skip
         return False
 
-    def replacement(self, module: str, inside: tuple[str, ...]) -> Replacement:
-        """The operator that runs for the experts at `module`, with tokens shared out over the axes `inside`."""
-        found = self.modules[module]
+    def replacement(self, module: str, inside: tuple[str, ...], equal: bool) -> Replacement:
+        """The operator that runs for the experts at `module`, with tokens shared out over the axes `inside`; `equal` says whether
+        all ranks have as many tokens."""
+        found, etp = self.modules[module], self.view.axes("etp")
+        copies = tuple(leaf for axis in inside for leaf in self.view.spec.leaves(axis) if leaf not in etp)
         return Replacement(
             OPERATOR,
             (
                 ("module", module), ("experts", found.experts), ("ep", self.view.axes("ep")), ("dispatch", self.dispatch),
-                ("packed", bool(found.packed)), ("inside", inside),
+                ("packed", bool(found.packed)), ("copies", copies), ("etp", etp), ("etp_copies", "tp" in inside), ("equal", equal),
             ),
         )  # fmt: skip
 
@@ -127,15 +136,19 @@ class ExpertsAt:
         Raises PlanError `experts-split` where a rule splits it too.
         """
         axes = self.view.axes("ep")
-        if not axes:
-            return plan  # of which every rank holds all experts
+        if not self.view.on:
+            return plan  # every rank holds all experts
         if any(self.view.spec.degree(shard_axis) > 1 for shard_axis, _ in plan.shards):
             raise PlanError(
                 f"{plan.name} holds experts, which are split over ep, and the plan splits it over {plan.shards[0][0]} too",
                 code="experts-split", module=plan.name.rpartition(".")[0], legal="no rule for it",
             )  # fmt: skip
-        left = tuple(leaf for axis in plan.reduce for leaf in self.view.spec.leaves(axis) if leaf not in axes)
-        return replace(plan, shards=tuple((axis, Shard(0)) for axis in axes), reduce=left, routed=True)
+        etp, inner = self.view.axes("etp"), self.packed[plan.name].inner_of(plan.name)
+        shards = [(axis, Shard(0)) for axis in axes]
+        shards += [(axis, inner) for axis in etp if isinstance(inner, Shard)]
+        held = {axis for axis, _ in shards}
+        left = tuple(leaf for axis in plan.reduce for leaf in self.view.spec.leaves(axis) if leaf not in held)
+        return replace(plan, shards=tuple(shards), reduce=left, routed=True)
 
     def put(self, model: nn.Module, prefix: str = "") -> None:
         """Let every experts module of `model`, which is the one at `prefix` (with a dot) of the whole model, be called as one

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from meshplan.compiler.capture import Trace
 from meshplan.compiler.experts import ExpertsAt, Found
 from meshplan.errors import PlanError
 from meshplan.ops.experts.call import Routed, experts_call
+from meshplan.ops.experts.contract import Routing
+from meshplan.plan.placements import Partial, Shard
 
 ROWS = 5
 """Tokens that are tried; one of them goes to the first expert of a rank and to the last of another."""
@@ -26,66 +29,106 @@ TIGHT, LOOSE = 1e-9, 1e-4
 """Largest relative distance, where float64 runs and where only float32 does."""
 
 
-def check_experts(routed: ExpertsAt, model: nn.Module, trace: Trace) -> tuple[ExpertsAt, list[str]]:
-    """`routed` with, for each module, the attributes that count its experts, and what was not run, as text.
+def check_experts(routed: ExpertsAt, model: nn.Module, trace: Trace, check: bool) -> tuple[ExpertsAt, list[str]]:
+    """`routed` with what is found out by trying, for each module: the attributes that count its experts, and how etp splits its
+    parameters. And what was not run, as text.
 
-    Raises PlanError `experts-contract` for a module that is no such sum of experts.
+    Arguments:
+        check: whether to refuse what does not hold; without it only what etp has to know is tried.
+
+    Raises PlanError `experts-contract` for a module that is no such sum of experts, `experts-split` for one of whose parameters
+    no split over etp was found.
     """
-    checked, skipped, known = dict(routed.modules), [], {}
+    view, checked, skipped = routed.view, dict(routed.modules), []
+    known: dict[object, Found | None] = {}
     for call in trace.calls:
-        if call.func is not experts_call:
+        if call.func is not experts_call or not (check or view.degree("etp") > 1):
             continue
         tokens, indices = (trace.values[v] for v in call.ins[:2])
-        found = routed.modules[call.module]
-        module = model.get_submodule(call.module)
-        kind = _kind(module, tokens.shape[1], indices.shape[1])
+        found, module = routed.modules[call.module], model.get_submodule(call.module)
+        kind, width, k = _kind(module), tokens.shape[1], indices.shape[1]
         if kind not in known:
-            known[kind] = _sizes(found, module, tokens.shape[1], indices.shape[1], routed.view.degree("ep"))
+            known[kind] = _tried(found, module, width, k, view.degree("ep"), view.degree("etp"))
         if known[kind] is None:
             skipped.append(f"experts of {call.module} (it holds buffers without values)")
     for path, found in routed.modules.items():
-        module = model.get_submodule(path)
-        held = next((sizes for kind, sizes in known.items() if kind[0] == _kind(module, 0, 0)[0]), None)
-        checked[path] = found if held is None else replace(found, sizes=held)
+        one = known.get(_kind(model.get_submodule(path)))
+        if one is not None:
+            checked[path] = replace(found, sizes=one.sizes, inner=one.inner)
     return replace(routed, modules=checked), skipped
 
 
-def _kind(module: nn.Module, width: int, k: int) -> tuple[object, ...]:
+def _kind(module: nn.Module) -> object:
     plain = tuple((key, v) for key, v in sorted(module.__dict__.items()) if type(v) in (int, float, bool, str))
-    shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
-    return ((type(module), plain, shapes), width, k)
+    return type(module), plain, tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 
-def _sizes(found: Found, module: nn.Module, width: int, k: int, ranks: int) -> tuple[str, ...] | None:
-    """The attributes that have to change with the number of experts held; None where nothing could be run."""
+def _tried(found: Found, module: nn.Module, width: int, k: int, ranks: int, etp: int) -> Found | None:
+    """`found`, completed; None where nothing could be run."""
     if any(b.is_meta for b in module.buffers()):
         return None
     worst: PlanError | None = None
     for sizes in dict.fromkeys((found.sizes, *((name,) for name in found.sizes), ())):
+        one = replace(found, sizes=sizes)
         try:
-            _try(replace(found, sizes=sizes), module, width, k, ranks)
-            return sizes
+            _try(one, module, width, k, ranks, 1, ROWS)
         except PlanError as error:
             worst = worst or error
+            continue
+        return _split(one, module, width, etp) if etp > 1 else one
     assert worst is not None
     raise worst
 
 
-def _try(found: Found, module: nn.Module, width: int, k: int, ranks: int) -> None:
+def _split(found: Found, module: nn.Module, width: int, etp: int) -> Found:
+    """`found` with its parameters split over `etp` ranks: of the ways that sum up to the whole, the one that holds least."""
+    names = [name.rpartition(".")[2] for name in found.packed]
+    shapes = [tuple(module.get_parameter(name).shape) for name in names]
+    ways = sorted(product(*(_ways(shape, etp) for shape in shapes)), key=lambda way: _held(way, shapes, etp))
+    for way in ways:
+        inner = tuple((name, w) for name, w in zip(names, way, strict=True) if w is not None)
+        if any(isinstance(w, Shard) for w in way):
+            try:
+                _try(replace(found, inner=inner), module, width, 1, 1, etp, 1)
+                return replace(found, inner=inner)
+            except PlanError:
+                continue
+    raise PlanError(
+        f"no split of the parameters of {found.path or 'the model'} over etp {etp} gives summands of its result",
+        code="experts-split", module=found.path, legal="etp: 1, or experts whose inner width divides by it",
+    )  # fmt: skip
+
+
+def _ways(shape: tuple[int, ...], n: int) -> list[Shard | Partial | None]:
+    """Dims split at once or half by half (gate beside up), on the first rank alone, or whole; dim 0 has the experts."""
+    found: list[Shard | Partial | None] = [Partial(), None]
+    for d in range(1, len(shape)):
+        if shape[d] % n == 0:
+            found.append(Shard(d))
+        if shape[d] % (2 * n) == 0:
+            found.append(Shard(d, (shape[d] // 2,) * 2))
+    return found
+
+
+def _held(way: Sequence[Shard | Partial | None], shapes: Sequence[tuple[int, ...]], n: int) -> float:
+    return sum(math.prod(s) / (n if isinstance(w, Shard) else 1) for w, s in zip(way, shapes, strict=True))
+
+
+def _try(found: Found, module: nn.Module, width: int, k: int, ranks: int, etp: int, count: int) -> None:
     generator = torch.Generator().manual_seed(0)
     local = found.experts // ranks
     # The first and the last expert of every rank that a token can reach, and any.
     edges = [e for r in range(ranks) for e in (r * local, (r + 1) * local - 1)]
-    rows = [torch.randperm(found.experts, generator=generator)[:k] for _ in range(ROWS - 1)]
+    rows = [torch.randperm(found.experts, generator=generator)[:k] for _ in range(count - 1)]
     first = torch.tensor((list(dict.fromkeys(edges)) + [e for e in range(found.experts) if e not in edges])[:k])
     indices = torch.stack([first, *rows])
     for dtype, allowed in ((torch.float64, TIGHT), (torch.float32, LOOSE)):
-        x = torch.randn((ROWS, width), generator=generator, dtype=dtype)
-        weights = torch.rand((ROWS, k), generator=generator, dtype=dtype) + 0.1
+        x = torch.randn((count, width), generator=generator, dtype=dtype)
+        weights = torch.rand((count, k), generator=generator, dtype=dtype) + 0.1
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 whole = _copy(module, found, dtype, 0, found.experts).forward(x, indices, weights)
-                parts = list(_parts(module, found, dtype, x, indices, weights, ranks))
+                parts = list(_parts(module, found, dtype, Routing(x, indices, weights), ranks, etp))
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             if dtype == torch.float64:
                 continue  # some kernels take no float64
@@ -99,18 +142,30 @@ def _try(found: Found, module: nn.Module, width: int, k: int, ranks: int) -> Non
 
 
 def _parts(
-    module: nn.Module, found: Found, dtype: torch.dtype, x: Tensor, indices: Tensor, weights: Tensor, ranks: int
+    module: nn.Module, found: Found, dtype: torch.dtype, given: Routing, ranks: int, etp: int
 ) -> Iterator[Tensor]:
-    """What each rank's experts add to the result."""
+    """What each rank's experts, or its parts of them, add to the result."""
     local = found.experts // ranks
-    for r in range(ranks):
-        mine = _copy(module, found, dtype, r * local, local) if found.packed else _copy(module, found, dtype, 0, found.experts)
+    held = local if found.packed else found.experts
+    for r, s in product(range(ranks), range(etp)):
+        mine = _copy(module, found, dtype, r * local if found.packed else 0, held)
+        for name, way in found.inner:
+            _keep(mine.get_parameter(name), way, etp, s)
         own = Routed(mine, found.path, found.experts, found.sizes)
-        held, first = (local, 0) if found.packed else (found.experts, r * local)
-        slots = [(indices == e).nonzero() for e in range(r * local, (r + 1) * local)]
+        slots = [(given.indices == e).nonzero() for e in range(r * local, (r + 1) * local)]
         at = torch.cat(slots)
-        y = own.body(held, first)(x[at[:, 0]], tuple(len(s) for s in slots))
-        yield torch.zeros_like(x).index_add(0, at[:, 0], y * weights[at[:, 0], at[:, 1], None])
+        rows = given.tokens[at[:, 0]]
+        y = own.body(held, 0 if found.packed else r * local)(rows, tuple(len(slot) for slot in slots))
+        yield torch.zeros_like(given.tokens).index_add(0, at[:, 0], y * given.weights[at[:, 0], at[:, 1], None])
+
+
+def _keep(p: nn.Parameter, way: Shard | Partial, n: int, rank: int) -> None:
+    """Leave of `p` what rank number `rank` of `n` holds."""
+    if isinstance(way, Shard):
+        pieces = p.data.split(list(way.parts or (p.shape[way.dim],)), way.dim)
+        p.data = torch.cat([piece.chunk(n, way.dim)[rank] for piece in pieces], way.dim)
+    elif rank:
+        p.data = torch.zeros_like(p.data)
 
 
 def _copy(module: nn.Module, found: Found, dtype: torch.dtype, first: int, number: int) -> nn.Module:

@@ -18,6 +18,7 @@ from meshplan.compiler.lowered import Boundary, Core, ParamPlan
 from meshplan.compiler.sites import Move
 from meshplan.mesh.build import BuiltMesh, Groups
 from meshplan.ops.dropout import DropoutStreams
+from meshplan.plan.placements import Partial
 from meshplan.runtime import replace
 from meshplan.runtime.boundary import BoundMove
 from meshplan.runtime.comm import chunk_offset, chunk_sizes
@@ -105,6 +106,11 @@ def bind_program(
             views.setdefault((path, key), []).append(_mover(b.move, groups))
     for path, name, axis in program.first_only:
         views.setdefault((path, name), []).append(BoundMove("R", "I", groups.group(axis)))
+    if core.experts is not None:
+        for name, found in core.experts.packed.items():
+            if core.params[name].routed and isinstance(found.inner_of(name), Partial):
+                etp = groups.group(*core.experts.view.axes("etp"))
+                views.setdefault((found.path, name), []).append(BoundMove("R", "P", etp))
     again = {b.site.module for b in program.boundaries if b.regather}
     if core.experts is not None:
         core.experts.put(model)

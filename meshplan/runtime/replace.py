@@ -21,9 +21,9 @@ from meshplan.ops.dropout import DropoutStreams, Runs, dropout
 from meshplan.ops.dropout_attention import scaled_dot_product_attention
 from meshplan.ops.embedding import embedding
 from meshplan.ops.experts.experts import dispatch_of, routed_experts
+from meshplan.ops.experts.layout import TokenLayout
 from meshplan.plan.placements import Shard, dealt, parts_inside
-from meshplan.runtime.boundary import BoundMove
-from meshplan.runtime.comm import chunk_offset, chunk_sizes
+from meshplan.runtime.comm import AxisGroup, chunk_offset, chunk_sizes
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]
 
@@ -161,26 +161,25 @@ def _context_attention(settings: Mapping[str, Any], groups: Groups, streams: Dro
 
 
 def _experts(settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
-    group, experts = groups.group(*settings["ep"]) if settings["ep"] else _alone(), settings["experts"]
+    def over(key: str) -> AxisGroup:
+        return groups.group(*settings[key]) if settings[key] else groups.alone()
+
+    group, experts = over("ep"), settings["experts"]
     held = experts // group.size if settings["packed"] else experts
     # Experts that hold parameters of their own are all there, and numbered as in the model.
     first = 0 if settings["packed"] else group.rank * (experts // group.size)
-    sharing = groups.group(*settings["inside"]) if settings["inside"] else _alone()
-
-    def moved(x: Tensor, out: bool, size: int) -> Tensor:
-        whole = "I" if x.requires_grad else "N"
-        src, dst = ("S", whole) if out else (whole, "S")
-        return BoundMove(src, dst, sharing, 0, size)(x) if sharing.size > 1 else x
+    layout = TokenLayout(
+        copies=over("copies"), etp=over("etp"), etp_copies=settings["etp_copies"], equal=settings["equal"]
+    )
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        own, *given = args[:4]
-        size = given[0].shape[0]
-        tokens, indices, weights = (moved(x, False, size) for x in given)
-        how = dispatch_of(settings["dispatch"], group.size, indices.shape[1])
-        out = routed_experts(tokens, indices, weights, own.body(held, first), experts=experts, group=group, **how)
-        whole = moved(out, True, size)
+        own, tokens, indices, weights = args[:4]
+        out = routed_experts(
+            tokens, indices, weights, own.body(held, first), experts=experts, group=group, layout=layout,
+            equal=settings["equal"], **dispatch_of(settings["dispatch"], group.size, indices.shape[1]),
+        )  # fmt: skip
         # FSDP hooks a unit's result, which a view would lose to an operation in place.
-        return whole.clone() if whole._is_view() else whole
+        return out.clone() if out._is_view() else out
 
     return run
 
