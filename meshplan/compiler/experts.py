@@ -125,7 +125,8 @@ class ExpertsAt:
             OPERATOR,
             (
                 ("module", module), ("experts", found.experts), ("ep", self.view.axes("ep")), ("dispatch", self.dispatch),
-                ("packed", bool(found.packed)), ("copies", copies), ("etp", etp), ("etp_copies", "tp" in inside), ("equal", equal),
+                ("packed", bool(found.packed)), ("copies", copies), ("etp", etp), ("etp_copies", "tp" in inside),
+                ("equal", equal),
             ),
         )  # fmt: skip
 
