@@ -91,6 +91,8 @@ def compile_core(
     kinds = {name: _param_kinds(bound, name, axes) for name in bound.params}
     precision = Precision.of(bound, spec)
     routed = ExpertsAt.of(bound, model, spec)
+    if routed:
+        bound = replace(bound, experts=tuple(routed.modules))
     model = precision.model(model)
     with fake_world() as mode, preparing(routed.put if routed else None):
         whole, further = ContextAt.split(routed.view.spec if routed else spec, plan.context), True

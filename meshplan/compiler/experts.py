@@ -38,7 +38,9 @@ class Found:
         path: where it is.
         experts: how many it has.
         packed: names of its parameters, each of which holds all experts along dim 0 and is split over ep; empty where each
-            expert has parameters of its own, which then live like any others and are used on the rank of their expert alone.
+            expert has parameters of its own.
+        listed: these then. They are whole on every rank and used on the rank of their expert alone: a step that gives an expert
+            no token leaves it without a gradient, as on one device, which FSDP could not.
         sizes: its attributes that count the experts.
         inner: how etp splits each packed parameter, by its name in the module: a `Shard`, or `P` where its first rank alone
             computes with it (a bias that a sum must not have twice); others are whole.
@@ -47,6 +49,7 @@ class Found:
     path: str
     experts: int
     packed: tuple[str, ...]
+    listed: tuple[str, ...]
     sizes: tuple[str, ...]
     inner: tuple[tuple[str, Shard | Partial], ...] = ()
 
@@ -176,10 +179,10 @@ def experts_in(path: str, model: nn.Module, bound: Bound) -> list[Found]:
             experts = _count(module, here, params)
             if experts:
                 packed = tuple(name for name in params if name.rpartition(".")[0] == here)
-                packed = packed if len(packed) == len(params) else ()
+                packed, listed = (packed, ()) if len(packed) == len(params) else ((), tuple(params))
                 counts = (k for k, v in module.__dict__.items() if type(v) is int and v == experts)
                 sizes = tuple(counts) if packed else ()
-                found.append(Found(here, experts, packed, sizes))
+                found.append(Found(here, experts, packed, listed, sizes))
     return found
 
 

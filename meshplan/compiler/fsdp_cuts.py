@@ -113,6 +113,8 @@ def by_reduction(core: Core) -> dict[Reduce, list[ParamPlan]]:
 
 
 def _cut(p: ParamPlan, core: Core, n: int) -> int | None:
+    if core.experts is not None and any(p.name in found.listed for found in core.experts.modules.values()):
+        return None
     if p.routed:
         n = core.spec.degree(*expert_axes(core))
         # Its data ranks are those of its copies. What cannot be cut evenly stays whole with the experts beside it.

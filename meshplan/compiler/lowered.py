@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshplan.compiler.bind import Bound
 from meshplan.compiler.check import Checked
 from meshplan.compiler.edits import Edit
 from meshplan.compiler.examples import Example
-from meshplan.compiler.experts import ExpertsAt
 from meshplan.compiler.kinds import Kind
 from meshplan.compiler.sites import Move, Site
 from meshplan.compiler.timeline import Event
@@ -18,6 +17,9 @@ from meshplan.compiler.uses import Decided
 from meshplan.errors import Where
 from meshplan.mesh.spec import MeshSpec
 from meshplan.plan.placements import Shard
+
+if TYPE_CHECKING:
+    from meshplan.compiler.experts import ExpertsAt
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ def equal_layers(model: nn.Module, bound: Bound, kinds: Mapping[str, list[Kind]]
         if isinstance(parent, (nn.ModuleList, nn.Sequential)) and len(parent) > 1:
             places = _places(parent)
             numbered |= bool(places)
+            if any(path == experts or path.startswith(f"{experts}.") for experts in bound.experts):
+                continue  # called as one with the module that holds them
             for name, child in parent.named_children():
                 inner = f"{path}.{name}" if path else name
                 keys[inner] = _describe(child, inner, "", bound, kinds, params, places)

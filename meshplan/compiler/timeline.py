@@ -99,9 +99,9 @@ class Timeline:
         self._stored: set[int] = set()
 
     def heard(self, op: str, group: AxisGroup, full: Tensor) -> None:
-        routed = op == UNEVEN
         name = str(full.dtype).removeprefix("torch.")
-        self._heard.append(Sent("all_to_all" if routed else op, group.axis, group.size, full.numel(), name, routed))
+        bare = op.removesuffix(UNEVEN)
+        self._heard.append(Sent(bare, group.axis, group.size, full.numel(), name, bare != op))
 
     def enter(self, path: str, inputs: Sequence[Tensor]) -> None:
         """A module begins, handed `inputs`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from meshplan.errors import PlanError
 _ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE, _ALL_TO_ALL, _WAIT = compat.functional_collectives()
 
 OnCall = Callable[[str, "AxisGroup", Tensor], None]
-UNEVEN = "all_to_all_uneven"
-"""What an abstract group calls an all_to_all whose sizes depend on data; those that it is told of are examples."""
+UNEVEN = "_uneven"
+"""Behind the name of a collective whose sizes depend on data, when an abstract group tells of it: they are an example."""
 
 
 def chunk_sizes(size: int, n: int) -> list[int]:
@@ -173,7 +173,7 @@ class AxisGroup:
             return Pending(x)
         x = x.contiguous()
         if self.name is None:
-            self._tell(UNEVEN, x)
+            self.uneven()._tell("all_to_all", x)
             return Pending(x.new_empty((sum(receive), *x.shape[1:])))
         return _issue(_ALL_TO_ALL, x, list(receive), list(send), self.name)
 
@@ -221,6 +221,13 @@ class AxisGroup:
                 code="exchange-sizes",
                 legal="one size per rank, all rows sent, and as many kept as received from itself",
             )
+
+    def uneven(self) -> AxisGroup:
+        """The same ranks, for collectives whose sizes depend on data."""
+        tell = self.on_call
+        if tell is None:
+            return self
+        return replace(self, on_call=lambda op, group, full: tell(op + UNEVEN, group, full))
 
     def _tell(self, op: str, full: Tensor) -> None:
         if self.on_call is not None:

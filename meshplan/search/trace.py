@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,8 @@ def traced(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], mode: Any, s
     """Trace `model` on its global `inputs`. Raises PlanError as lowering does where a program cannot be traced."""
     bound = bind(plan, model, given=tuple(inputs))
     routed = ExpertsAt.of(bound, model, spec)
+    if routed:
+        bound = replace(bound, experts=tuple(routed.modules))
     with preparing(routed.put if routed else None):
         return _traced(model, bound, inputs, mode)
 

@@ -33,6 +33,7 @@ def allgather_experts(x: Routing, job: Job, equal: bool = False) -> Tensor:
     group, experts = job.group, job.experts
     size, local, k = x.tokens.shape[0], experts // group.size, x.indices.shape[1]
     most = size if equal else max(sizes_of(x.tokens, group))
+    group = group if equal else group.uneven()
     chosen = group.all_gather(padded(x.indices, most, -1), 0)
     # Backward walks from the last to the first: on every rank tokens' gradients are summed before those of weights.
     heavy = travel(padded(x.weights, most), gathered(group))

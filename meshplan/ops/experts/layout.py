@@ -79,6 +79,7 @@ class TokenLayout:
             return move(dispatch(x), "P", self.kind, etp)
         size = x.tokens.shape[0]
         most = size if self.equal else max(sizes_of(x.tokens, etp))
+        etp = etp if self.equal else etp.uneven()
         whole = most * etp.size
         tokens = move(padded(x.tokens, most), "S", "R", etp, size=whole)
         weights = move(padded(x.weights, most), "S", "R", etp, size=whole)
