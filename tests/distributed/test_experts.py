@@ -11,6 +11,7 @@ from torch import nn
 
 import meshplan as mp
 from tests.distributed.moe import EXPERTS, VOCAB, Experts, Listed, Moe
+from tests.distributed.training import apart, full, on_this_rank, one_device
 
 S = mp.S
 
@@ -25,8 +26,8 @@ def made(**options: Any) -> nn.Module:
     return Moe(**options)
 
 
-def batch(rows: int = 4, length: int = 6) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
+def batch(rows: int = 4, length: int = 6, seed: int = 3) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, VOCAB, (rows, length), generator=generator)
     labels[0, : length // 2] = -100  # data ranks count unequal numbers of tokens
     return {"tokens": torch.randint(0, VOCAB, (rows, length), generator=generator), "labels": labels}
@@ -40,7 +41,7 @@ def plan(mesh: dict[str, int], rules: tuple[mp.Rule, ...] = (), **sections: Any)
     place: dict[str, Any] = {"dp": S(0)} if {"dp_shard", "dp_replicate"} & set(mesh) else {}
     place |= {"cp": S(1)} if "cp" in mesh else {}
     experts = {"at": ["layers.*.experts"], **sections.pop("experts")}
-    inputs = {name: mp.Input(place=place) for name in ("tokens", "labels")}
+    inputs = {name: mp.Input(shape=(4, 6), dtype=torch.int64, place=place) for name in ("tokens", "labels")}
     return mp.Plan(mesh=mesh, inputs=inputs, rules=rules, experts=experts, **sections)
 
 
@@ -74,6 +75,38 @@ def test_two_steps_with_weight_decay_are_those_of_one_device(case):
     n = functools.reduce(int.__mul__, given.mesh.values())
     receipt = mp.verify(made, given, nproc=n, inputs=batch, steps=2, optimizer=adamw)
     assert receipt.passed, str(receipt)
+
+
+@pytest.mark.parametrize("case", ["ep 2 of dp_shard 4, experts sharded over their copies", "ep 4 of dp_shard 2 and tp 2"])
+def test_accumulated_and_clipped_steps_are_those_of_one_device(pool, case):
+    given = PLANS[case]
+    steps = [[batch(seed=2 * i), batch(seed=2 * i + 1)] for i in range(3)]
+    want = one_device(made, steps, adamw, clip=0.5)
+    assert want.norms[0] > 0.5  # clipping does something
+    for rank in pool.run(on_this_rank, made, given, steps, adamw, clip=0.5, world=4):
+        assert rank.norms == pytest.approx(want.norms, rel=1e-12)  # each expert counted once
+        assert apart(rank.gradients, want.gradients) < 1e-9
+        assert apart(rank.parameters, want.parameters) < 1e-9
+
+
+def _saved(given: mp.Plan, folder: str) -> None:
+    model = mp.parallelize(made(), given)
+    mp.save(folder, model)
+
+
+def _loaded(given: mp.Plan, folder: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    model = mp.parallelize(Moe(), given)
+    mp.load(folder, model)
+    return {name: full(p) for name, p in model.named_parameters()}
+
+
+def test_a_checkpoint_of_one_fold_is_loaded_into_another(pool, tmp_path):
+    folder = str(tmp_path / "saved")
+    pool.run(_saved, PLANS["ep 2 of dp_shard 4, experts sharded over their copies"], folder, world=4)
+    want = dict(made().named_parameters())
+    for found in pool.run(_loaded, PLANS["ep 2 of tp, tokens whole"], folder, world=2):
+        assert all(torch.equal(found[name], p) for name, p in want.items())
 
 
 ROUTINGS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
