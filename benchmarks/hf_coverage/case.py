@@ -28,6 +28,8 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
 TIGHT, LOOSE = 1e-9, 1e-5
 """Largest relative error that counts as exact: of what is computed in float64, and where a model casts to float32."""
 GAVE_UP = "gave up"
+CRASHED = ("rank-died", "rank-failed", "rank-timeout")
+"""Codes of `PlanError` that refuse nothing: processes ended."""
 SOLVER_SECONDS = 8.0
 
 
@@ -54,7 +56,8 @@ def run(model_type: str, composition: str, ranks: bool = False, seconds: int = 6
     except TimeoutError as error:
         found |= {"outcome": GAVE_UP, "reason": _first_line(error)}
     except PlanError as error:
-        found |= {"outcome": "refused", "code": error.code, "reason": _first_line(error)}
+        outcome = "failed" if error.code in CRASHED else "refused"
+        found |= {"outcome": outcome, "code": error.code, "reason": _first_line(error)}
     except Exception as error:  # the table says what
         outcome = "failed" if found["built"] else "not built"
         found |= {"outcome": outcome, "reason": f"{type(error).__name__}: {_first_line(error)}"}

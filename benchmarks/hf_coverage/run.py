@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,30 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.hf_coverage.case import GAVE_UP, quiet, run
 from benchmarks.hf_coverage.peer import run_peer
+from meshplan.verify.pool import RankPool
 
 Case = tuple[str, str]
 """A model type, and what is done with it: a composition's name, or `peer`."""
 
 
 PEER = "peer"
+RANKS = 4
+"""Processes over gloo that a process of the runner keeps for all of its cases: starting them costs more than a case."""
 
 
 def work(model_type: str, composition: str, ranks: bool) -> dict[str, Any]:
     """One case, in a process of the runner's."""
-    return run_peer(model_type) if composition == PEER else run(model_type, composition, ranks)
+    if composition == PEER:
+        return run_peer(model_type)
+    if ranks:
+        _pool()
+    return run(model_type, composition, ranks)
+
+
+@cache
+def _pool() -> RankPool:
+    """`mp.verify` borrows it."""
+    return RankPool(RANKS)
 
 
 class Cache:

@@ -276,7 +276,10 @@ def lower(
         rank: whose program to derive.
         check: "values" or "off", see `meshplan.compiler.check`.
 
-    Raises PlanError with the user's line; see `meshplan.compiler.compile.compile_core`.
+    Raises PlanError with the user's line; see `meshplan.compiler.compile.compile_core` and
+    `meshplan.compiler.fsdp_units.owned_parameters`.
     """
     spec = MeshSpec.resolve(plan.mesh, world_size)
-    return Lowered(model, compile_core(model, plan, spec, inputs, rank, check=check), rank, keep=False)
+    core = compile_core(model, plan, spec, inputs, rank, check=check)
+    fsdp_of(model, core, rank)  # refuses units that cannot own what they hold
+    return Lowered(model, core, rank, keep=False)

@@ -27,7 +27,8 @@ def equal_layers(model: nn.Module, bound: Bound, kinds: Mapping[str, list[Kind]]
 
     An attribute that is not plain data counts by identity, so what cannot be compared is taken for different. One that is each
     module's own place in its list (`layer_idx`) counts as equal; the second result is whether there is such a one, on which
-    forward may depend: see `confirmed`.
+    forward may depend: see `confirmed`. A module that shares a parameter with what is outside it is no one's equal: it cannot
+    be left out of the copy that is traced while others run what it holds.
     """
     params = {id(p): name for name, p in model.named_parameters()}
     keys: dict[str, Any] = {}
@@ -40,8 +41,14 @@ def equal_layers(model: nn.Module, bound: Bound, kinds: Mapping[str, list[Kind]]
                 continue  # called as one with the module that holds them
             for name, child in parent.named_children():
                 inner = f"{path}.{name}" if path else name
-                keys[inner] = _describe(child, inner, "", bound, kinds, params, places)
+                if not _shares(child, inner, bound, params):
+                    keys[inner] = _describe(child, inner, "", bound, kinds, params, places)
     return shared_keys(keys), numbered
+
+
+def _shares(m: nn.Module, path: str, bound: Bound, params: Mapping[int, str]) -> bool:
+    names = (name for p in m.parameters() for name in bound.params[params[id(p)]].names)
+    return any(not name.startswith(f"{path}.") for name in names)
 
 
 def shared_keys(keys: Mapping[str, Any]) -> dict[str, int]:

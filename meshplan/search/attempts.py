@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
-from meshplan.compiler.kinds import Kind
+from meshplan.compiler.kinds import Kind, replicated
 from meshplan.compiler.lowered_graph import Lowered
 from meshplan.compiler.strategies import Chooser
 from meshplan.cost.machine import Machine
@@ -16,12 +17,12 @@ from meshplan.errors import PlanError
 from meshplan.lowering.lower import lower
 from meshplan.mesh.build import abstract_groups
 from meshplan.mesh.spec import DATA_AXES, MeshSpec
-from meshplan.plan.patterns import generic
 from meshplan.plan.placements import Shard
 from meshplan.plan.plan import Plan
 from meshplan.search.axis import AxisProblem, Choice, Limits
 from meshplan.search.batch import batch_dims
 from meshplan.search.options import options_of
+from meshplan.search.stricter import stricter
 from meshplan.search.trace import Traced
 from meshplan.search.variants import add_variants
 from meshplan.search.write import rules_of
@@ -82,7 +83,7 @@ class Search:
             return isinstance(kind, Shard) and dims.get(v) == kind.dim
 
         data = spec.degree(*DATA_AXES)
-        self.barred = barred
+        self._by_data = barred
         self.share = lambda v: 1 / data if v in dims else 1.0
 
     def problem(self, limits: Limits) -> AxisProblem:
@@ -91,8 +92,11 @@ class Search:
             self.options,
             self.link,
             self.machine,
-            replace(limits, barred=self.barred, share=self.share),
+            replace(limits, barred=self._barred(limits), share=self.share),
         )
+
+    def _barred(self, limits: Limits) -> Callable[[int, Kind], bool]:
+        return lambda v, kind: self._by_data(v, kind) or (v in limits.values and not replicated(kind))
 
     def run(self, limits: Limits, seconds: float, gap: float) -> Attempt:
         """The best plan that lowers. Without a bound on bytes in `limits` a rank may hold a little more than the least. Raises
@@ -112,14 +116,20 @@ class Search:
                 return replace(found, refused=refused)
             except PlanError as error:
                 refused.append(error)
-                stricter = self._without(limits, error)
-                if stricter is None:
-                    break
-                limits = stricter
+            _ = self._unsplit  # raises what no choice on this axis could mend
+            held = stricter(self.traced.program, limits, refused[-1])
+            if held is None:
+                break
+            limits = held
         if asked.sequence:
             found = self.run(replace(asked, sequence=None), seconds, gap)
             return replace(found, refused=[*refused, *found.refused])
-        return Attempt(self.base, self._lower(self.base), None, refused)
+        return Attempt(self.base, self._unsplit, None, refused)
+
+    @cached_property
+    def _unsplit(self) -> Lowered:
+        """The model without a split parameter."""
+        return self._lower(self.base)
 
     def _lowered(self, choice: Choice) -> Attempt:
         """The plan of `choice`, with gathers pinned only where lowering would otherwise do worse."""
@@ -151,18 +161,6 @@ class Search:
         """Seconds of the collectives on the axis, one after another."""
         found = [c for c in lowered.collectives if c.axis == self.axis]
         return sum(self.link.seconds(c.op, c.bytes) for c in found)
-
-    def _without(self, limits: Limits, error: PlanError) -> Limits | None:
-        """Stricter limits, after what `error` names: its module's own calls run whole, then those inside it."""
-        here = generic(error.module or "")
-        nodes = self.traced.program.nodes
-        calls = {n for n, node in enumerate(nodes) if generic(node.call.module) == here} - limits.calls
-        if calls:
-            return replace(limits, calls=limits.calls | calls)
-        below = {n for n, node in enumerate(nodes) if generic(node.call.module).startswith(f"{here}.")} - limits.calls
-        if here and below:
-            return replace(limits, calls=limits.calls | below)
-        return None
 
 
 def _factor(n: int) -> int:

@@ -26,6 +26,7 @@ from meshplan.search.context import over_context, sequence_inputs
 from meshplan.search.experts import experts_section
 from meshplan.search.report import header, kept_whole
 from meshplan.search.trace import Traced, traced
+from meshplan.search.units import units_of
 
 UPDATE = 14.0
 """Bytes an AdamW step moves for each byte of a bf16 parameter: itself, its gradient, two float32 moments, most of them twice."""
@@ -132,21 +133,8 @@ def _fsdp(model: nn.Module, program: Traced, spec: MeshSpec, given: Mapping[str,
         return dict(given)
     if spec.degree("dp_shard") == 1:
         return None
-    return {"units": _units(model, program) or [""], "strategy": "zero3"}
-
-
-def _units(model: nn.Module, program: Traced) -> list[str]:
-    """The repeated blocks: every list of modules that forward enters, and that no other such list holds."""
     entered = {path for path, _ in program.program.trace.entered}
-    lists: list[str] = []
-    for path, m in model.named_modules():
-        if not isinstance(m, (nn.ModuleList, nn.Sequential)) or len(m) < 2 or not path:
-            continue
-        children = [f"{path}.{name}" for name, _ in m.named_children()]
-        inner = any(path.startswith(f"{outer}.") for outer in lists)
-        if not inner and entered.issuperset(children) and next(m.parameters(), None) is not None:
-            lists.append(path)
-    return [f"{path}.*" for path in lists]
+    return {"units": units_of(model, entered) or [""], "strategy": "zero3"}
 
 
 def _left(outputs: Mapping[str, Mapping[str, Placement]] | None) -> tuple[Rule, ...]:

@@ -27,6 +27,7 @@ class Limits:
 
     Attributes:
         calls: nodes that must run whole.
+        values: numbers of values that must be whole on every rank.
         barred: (value, kind) pairs that no value may have, such as a dim that a data axis splits.
         share: the part of a value that one data rank has.
         sequence: whether activations may be cut where no parameter cuts them: True, False, or None where it pays.
@@ -35,6 +36,7 @@ class Limits:
     """
 
     calls: frozenset[int] = frozenset()
+    values: frozenset[int] = frozenset()
     barred: Callable[[int, Kind], bool] = field(default=lambda value, kind: False)
     share: Callable[[int], float] = field(default=lambda value: 1.0)
     sequence: bool | None = None
@@ -54,7 +56,8 @@ class Moved:
 
 @dataclass(frozen=True)
 class Choice:
-    """A solution: kind by source value, option by node, the moves, modelled cost, parameter bytes a rank, and proof."""
+    """A solution: kind by source value, option by node, the moves, modelled cost, parameter bytes a rank, proof, and the nodes
+    that the limits held to run whole."""
 
     sources: dict[int, Kind]
     options: list[Option]
@@ -64,6 +67,7 @@ class Choice:
     seconds: float
     bound: float
     size: tuple[int, int]
+    held: frozenset[int] = frozenset()
 
     @property
     def gap(self) -> float:
@@ -381,7 +385,13 @@ class AxisProblem:
             if found.on(column):
                 total = total + cost
         held = sum(nbytes for column, nbytes in self.held.items() if found.on(column))
-        return Choice(sources, options, moves, total, held, found.objective, found.bound, (found.rows, found.columns))
+        size = (found.rows, found.columns)
+        return Choice(sources, options, moves, total, held, found.objective, found.bound, size, self._held_whole)
+
+    @property
+    def _held_whole(self) -> frozenset[int]:
+        makers = (self.program.values[v].made for v in self.limits.values)
+        return self.limits.calls | {made[0] for made in makers if made is not None}
 
     def _taken(self, options: list[Option], sources: dict[int, Kind]) -> list[Moved]:
         """The moves that some call asks for; the solver may set one that costs nothing where nobody does."""

@@ -129,7 +129,9 @@ class Boundaries:
         if value.params or (not value.grad and not self._alone(moved, choice)):
             return []  # operations beside a shard cut these by themselves
         cut = isinstance(moved.want, Shard)
-        if not cut and not gathers:
+        # What was held to run whole may well accept a shard: it has to be handed the whole.
+        held = {n for n, _ in value.uses} & choice.held
+        if not cut and not gathers and not held:
             return []
         place = _placement(moved.want)
         for number in value.numbers:
