@@ -34,7 +34,7 @@ from meshplan.compiler.outputs import refuse_unknown_outputs
 from meshplan.compiler.precision import Precision
 from meshplan.compiler.propagate import Pass, Propagation
 from meshplan.compiler.repeats import Equals, FullTraceNeeded, apart
-from meshplan.compiler.sites import Decisions
+from meshplan.compiler.sites import Decisions, Site
 from meshplan.compiler.skeleton import fake_copy, fake_world, preparing
 from meshplan.compiler.source import raised_by_us
 from meshplan.compiler.strategies import Chooser
@@ -218,10 +218,13 @@ def _until_stable(
             try:
                 run.result.moves, run.result.edits = once(run.result.invocations, run.result.moves)
             except PlanError as error:
-                apart = {
-                    (error.module or "", key, axes[k].name)
-                    for key, k in unlike(run.result.invocations, error.module or "")
-                }
+                path = error.module or ""
+                loose = _undeclared_outputs(run, path) - decisions.contested
+                for site, name in loose:  # what one call's user asked for there, it does for itself
+                    decisions.contest(site, name)
+                if loose:
+                    continue
+                apart = {(path, key, axes[k].name) for key, k in unlike(run.result.invocations, path)}
                 if apart <= decisions.alike:
                     raise
                 decisions.alike |= apart
@@ -235,6 +238,15 @@ def _until_stable(
         "the layouts of this plan do not settle", code="no-fixpoint",
         legal="input and output layouts written out for the modules that `explain -v` lists",
     )  # fmt: skip
+
+
+def _undeclared_outputs(run: Propagation, path: str) -> set[tuple[Site, str]]:
+    """Where, and on which axes, outputs of the module at `path` are moved although the plan does not say so."""
+    return {
+        (site, move.axis)
+        for site, move, _ in run.result.moves
+        if site.module == path and site.side == "output" and move.axis not in run.declared(path, "output", site.key)
+    }
 
 
 def _mixed(result: Pass, bound: Bound) -> set[tuple[str, str]]:

@@ -26,17 +26,21 @@ class Invocations:
         edits: (call, module path, edit).
         given: by module path, for each call the kinds of what the caller hands over, by argument.
         quiet: by call, the inputs that carry no gradient: what a move owes to backward does not matter to them.
+        silent: the calls made with gradients off, in all of which it does not.
     """
 
     calls: dict[str, list[int]] = field(default_factory=dict)
     owners: list[int | None] = field(default_factory=list)
     edits: list[tuple[int, str, Edit]] = field(default_factory=list)
     quiet: dict[int, frozenset[str]] = field(default_factory=dict)
+    silent: set[int] = field(default_factory=set)
     given: dict[str, list[dict[str, list[Kind]]]] = field(default_factory=dict)
 
-    def entered(self, frame: Frame, handed: int, quiet: Iterable[str]) -> None:
+    def entered(self, frame: Frame, handed: int, quiet: Iterable[str], silent: bool = False) -> None:
         """A call begins; the moves from number `handed` on were made of what it is handed, of which `quiet` is without
-        gradient."""
+        gradient; `silent` if gradients are off."""
+        if silent:
+            self.silent.add(frame.serial)
         self.quiet[frame.serial] = frozenset(quiet)
         self.owners[handed:] = [frame.serial] * (len(self.owners) - handed)
         self.calls.setdefault(frame.path, []).append(frame.serial)
@@ -50,12 +54,15 @@ class Invocations:
 
 def once(invocations: Invocations, moves: list[Moved]) -> tuple[list[Moved], dict[str, dict[int, Edit]]]:
     """The moves and the edits of one call of each module, which every other call of it repeats: the first of those in which
-    most inputs carry gradients.
+    most inputs carry gradients, of those made with gradients on if there are any.
 
     Raises PlanError `calls-differ` where one does not.
     """
-    quiet = invocations.quiet
-    first = {path: min(serials, key=lambda n: len(quiet.get(n, ()))) for path, serials in invocations.calls.items()}
+    quiet, silent = invocations.quiet, invocations.silent
+    first = {
+        path: min(serials, key=lambda n: (n in silent, len(quiet.get(n, ()))))
+        for path, serials in invocations.calls.items()
+    }
     by_call: dict[tuple[str, int | None], list[Moved]] = {}
     for owner, item in zip(invocations.owners, moves, strict=True):
         by_call.setdefault((item[0].module, owner), []).append(item)
@@ -66,9 +73,9 @@ def once(invocations: Invocations, moves: list[Moved]) -> tuple[list[Moved], dic
         head = first[path]
         for other in serials:
             if other != head:
-                hushed = quiet.get(other, frozenset())
+                hushed = None if other in silent else quiet.get(other, frozenset())
                 _check_moves(path, by_call.get((path, head), []), by_call.get((path, other), []), hushed)
-                _check_edits(path, edits.get((path, head), {}), edits.get((path, other), {}))
+                _check_edits(path, edits.get((path, head), {}), edits.get((path, other), {}), other in silent)
     kept = [
         item
         for owner, item in zip(invocations.owners, moves, strict=True)
@@ -92,7 +99,8 @@ def unlike(invocations: Invocations, path: str) -> list[tuple[str, int]]:
     return found
 
 
-def _check_moves(path: str, head: list[Moved], other: list[Moved], quiet: frozenset[str]) -> None:
+def _check_moves(path: str, head: list[Moved], other: list[Moved], quiet: frozenset[str] | None) -> None:
+    """Raise if they differ, apart from what is owed to the gradients of `quiet` inputs (None: of anything)."""
     one, two = ([p for p in (_plain(m, quiet) for m in found) if p is not None] for found in (head, other))
     if one == two:
         return
@@ -103,29 +111,37 @@ def _check_moves(path: str, head: list[Moved], other: list[Moved], quiet: frozen
     raise _differ(path, f"one needs {shown[0] or 'no redistribution'}, another {shown[1] or 'none'}", where)
 
 
-def _check_edits(path: str, head: dict[int, Edit], other: dict[int, Edit]) -> None:
+def _check_edits(path: str, head: dict[int, Edit], other: dict[int, Edit], silent: bool) -> None:
     for ordinal in sorted(head.keys() | other.keys()):
         one, two = head.get(ordinal), other.get(ordinal)
-        if _change(one) != _change(two):
+        if _change(one, silent) != _change(two, silent):
             found = one or two
             assert found is not None
             raise _differ(path, f"{found.func} runs differently on shards in one than in another", found.where)
 
 
-def _plain(item: Moved, quiet: frozenset[str]) -> tuple[Any, ...] | None:
+def _plain(item: Moved, quiet: frozenset[str] | None) -> tuple[Any, ...] | None:
     site, move, _ = item
     src, dst = move.src, move.dst
-    if site.side == "input" and site.key in quiet:
-        # I, R and N differ in backward only.
-        src, dst = ("N" if kind in "IR" else kind for kind in (src, dst))
+    if quiet is None or (site.side == "input" and site.key in quiet):
+        src, dst = _forward(src), _forward(dst)
     return None if src == dst == "N" else (site, move.axis, src, dst, move.dim, move.size, move.parts)
 
 
-def _change(edit: Edit | None) -> tuple[Any, ...] | None:
+def _forward(kind: str) -> str:
+    """I, R and N differ in backward only."""
+    return "N" if kind in "IR" else kind
+
+
+def _change(edit: Edit | None, silent: bool) -> tuple[Any, ...] | None:
     if edit is None:
         return None
-    converts = [(leaf, m.axis, m.src, m.dst, m.dim, m.size, m.parts) for leaf, m in edit.converts]
-    return edit.func, edit.sized, converts, edit.replacement
+    same = _forward if silent else str
+    converts = [(leaf, m.axis, same(m.src), same(m.dst), m.dim, m.size, m.parts) for leaf, m in edit.converts]
+    converts = [c for c in converts if not c[2] == c[3] == "N"]
+    found = edit.func, edit.sized, converts, edit.replacement
+    # An edit of nothing but what is owed to gradients; a call of a module is edited in nothing else.
+    return None if silent and not converts and edit.sized is None and edit.replacement is None else found
 
 
 def _differ(path: str, how: str, where: Where | None) -> PlanError:

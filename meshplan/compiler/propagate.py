@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -59,7 +60,7 @@ class Propagation(Calls, TorchFunctionMode):
             self.result.calls.add((self.stack.path, path))
         frame = self.frames.enter(path)
         hushed = [key for key, x in zip(keys, leaves, strict=True) if isinstance(x, Tensor) and not x.requires_grad]
-        self.result.invocations.entered(frame, handed, hushed)
+        self.result.invocations.entered(frame, handed, hushed, not torch.is_grad_enabled())
         self.stack.enter(path)
         for key, x in zip(keys, moved, strict=True):
             if isinstance(x, Tensor):

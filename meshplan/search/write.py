@@ -109,6 +109,13 @@ class Boundaries:
         for (path, values), keys in zip(program.trace.entered, program.trace.keys, strict=True):
             for v, key in zip(values, keys, strict=True):
                 self.entered[v].append((path, key))
+        self.crossing: dict[tuple[str, str, str], set[int]] = defaultdict(set)  # values there, in all calls of the module
+        for v, value in enumerate(program.values):
+            for number in value.numbers:
+                for path, key, _ in self.left[number]:
+                    self.crossing[path, "output", key].add(v)
+                for path, key in self.entered[number]:
+                    self.crossing[path, "input", key].add(v)
 
     def left_partial(self, choice: Choice, owners: set[str]) -> list[tuple[str, str]]:
         """(module, output key) of partial sums that leave the module of a split parameter as they are; else they would be
@@ -137,14 +144,20 @@ class Boundaries:
         for number in value.numbers:
             if not isinstance(moved.have, Shard) and self.left[number]:
                 path, key, many = self.left[number][0]
-                if path:
+                if path and self._in_every_call(path, "output", key, moved, choice):
                     return [(path, "output", key if many > 1 else "", place)]
             if self.entered[number]:
                 uses = {self.program.nodes[n].call.module for n, _ in value.uses}
                 for path, key in self.entered[number]:
-                    if path and any(u == path or u.startswith(f"{path}.") for u in uses):
+                    used = any(u == path or u.startswith(f"{path}.") for u in uses)
+                    if path and used and self._in_every_call(path, "input", key, moved, choice):
                         return [(path, "input", key, place)]
         return []
+
+    def _in_every_call(self, path: str, side: str, key: str, moved: Moved, choice: Choice) -> bool:
+        """Whether all that crosses there moves so: a module that is called several times has one set of boundaries."""
+        others = self.crossing[path, side, key] - {moved.value}
+        return others <= {m.value for m in choice.moves if m.want == moved.want and others}
 
     def _alone(self, moved: Moved, choice: Choice) -> bool:
         """Whether some call is split by nothing but this move."""

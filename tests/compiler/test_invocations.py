@@ -18,14 +18,15 @@ def moved(src, dst, key="x", path="norm"):
     return Site("input", path, key), Move("tp", src, dst, 0, 4, LETTERS[src], LETTERS[dst]), WHERE
 
 
-def called(*calls):
-    """Invocations of `norm` whose calls have (moves, inputs without gradient), and all their moves."""
+def called(*calls, silent=()):
+    """Invocations of `norm` whose calls have (moves, inputs without gradient), and all their moves; those numbered in
+    `silent`, from 1, were made with gradients off."""
     found, moves = Invocations(), []
     for serial, (made, quiet) in enumerate(calls, 1):
         start = len(moves)
         moves += made
         found.owners += [None] * len(made)
-        found.entered(Frame("norm", serial), start, quiet)
+        found.entered(Frame("norm", serial), start, quiet, serial in silent)
     return found, moves
 
 
@@ -47,6 +48,18 @@ def test_what_backward_is_owed_does_not_matter_to_an_input_without_gradient():
         once(found, moves)
     found, moves = called(([moved("N", "S")], ("x", "y")), ([moved("I", "S"), moved("I", "R", "y")], ()))
     assert once(found, moves)[0] == [moved("I", "S"), moved("I", "R", "y")]
+
+
+def test_a_call_with_gradients_off_repeats_one_with_gradients_on():
+    off, on = [moved("N", "S")], [moved("I", "R", "y"), moved("I", "S")]
+    found, moves = called((off, ()), (on, ()), silent={1})
+    convert = Edit(2, "add", None, ((0, moved("I", "R")[1]),), None, WHERE)
+    found.edits.append((2, "norm", convert))
+    assert once(found, moves) == (on, {"norm": {2: convert}})
+    with pytest.raises(PlanError):  # with gradients on, the first call owes what it does not do
+        once(*called((off, ()), (on, ())))
+    with pytest.raises(PlanError):  # a shard is no owner of a gradient
+        once(*called(([moved("N", "R")], ()), (on, ()), silent={1}))
 
 
 def test_an_edit_that_one_call_lacks_is_refused():
