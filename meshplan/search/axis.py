@@ -56,8 +56,8 @@ class Moved:
 
 @dataclass(frozen=True)
 class Choice:
-    """A solution: kind by source value, option by node, the moves, modelled cost, parameter bytes a rank, proof, and the nodes
-    that the limits held to run whole."""
+    """A solution: kind by source value, option by node, the moves, modelled cost, parameter bytes a rank, proof, and what the
+    limits said: nodes that run whole, values that are."""
 
     sources: dict[int, Kind]
     options: list[Option]
@@ -68,6 +68,7 @@ class Choice:
     bound: float
     size: tuple[int, int]
     held: frozenset[int] = frozenset()
+    whole: frozenset[int] = frozenset()
 
     @property
     def gap(self) -> float:
@@ -386,12 +387,10 @@ class AxisProblem:
                 total = total + cost
         held = sum(nbytes for column, nbytes in self.held.items() if found.on(column))
         size = (found.rows, found.columns)
-        return Choice(sources, options, moves, total, held, found.objective, found.bound, size, self._held_whole)
-
-    @property
-    def _held_whole(self) -> frozenset[int]:
-        makers = (self.program.values[v].made for v in self.limits.values)
-        return self.limits.calls | {made[0] for made in makers if made is not None}
+        limits = self.limits
+        return Choice(
+            sources, options, moves, total, held, found.objective, found.bound, size, limits.calls, limits.values
+        )
 
     def _taken(self, options: list[Option], sources: dict[int, Kind]) -> list[Moved]:
         """The moves that some call asks for; the solver may set one that costs nothing where nobody does."""

@@ -15,7 +15,7 @@ def stricter(program: Program, limits: Limits, error: PlanError) -> Limits | Non
     """The next stricter limits after `error`, or None where all that it could mean is whole already.
 
     In this order, in the module that it names (its equal layers too) and then in every module around it: the calls of the line
-    that it names, what these take, the module's own calls, the calls inside it, and what enters it from outside. The whole model
+    that it names, what these take, the module's own calls, what enters it from outside, and the calls inside it. The whole model
     is never made whole so: that is no plan for it.
     """
     for module in _around(generic(error.module or "")):
@@ -44,9 +44,8 @@ def _steps(program: Program, module: str, where: Where | None) -> Iterator[tuple
         yield line, frozenset(v for n in line for v in program.nodes[n].ins if not program.values[v].params)
     yield own, none
     if module:
-        inside = frozenset(n for n, node in enumerate(program.nodes) if _inside(node.call.module, module))
-        yield inside, none
-        yield inside, _entering(program, module)
+        yield own, _entering(program, module)
+        yield frozenset(n for n, node in enumerate(program.nodes) if _inside(node.call.module, module)), none
 
 
 def _entering(program: Program, module: str) -> frozenset[int]:

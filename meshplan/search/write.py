@@ -46,6 +46,11 @@ def rules_of(program: Program, choice: Choice, model: nn.Module, axis: str, gath
                 module, _, param = name.rpartition(".")
                 said[module].params[param] = Shard(kind.dim, kind.parts)
     where = Boundaries(program)
+    for path, side, key in (at for v in sorted(choice.whole) for at in where.of(v)):
+        for one in equals(path, program.repeats):
+            table = said[one].output if side == "output" else said[one].input
+            table.setdefault(key, Replicate())
+            said[one].notes.append(f"whole on {axis}")
     for moved in choice.moves:
         for path, side, key, place in where.hosts(moved, gathers, choice):
             for one in equals(path, program.repeats):
@@ -109,7 +114,8 @@ class Boundaries:
         for (path, values), keys in zip(program.trace.entered, program.trace.keys, strict=True):
             for v, key in zip(values, keys, strict=True):
                 self.entered[v].append((path, key))
-        self.crossing: dict[tuple[str, str, str], set[int]] = defaultdict(set)  # values there, in all calls of the module
+        # By module, side and key: the values that cross there, in all calls of the module.
+        self.crossing: dict[tuple[str, str, str], set[int]] = defaultdict(set)
         for v, value in enumerate(program.values):
             for number in value.numbers:
                 for path, key, _ in self.left[number]:
@@ -142,7 +148,8 @@ class Boundaries:
             return []
         place = _placement(moved.want)
         for number in value.numbers:
-            if not isinstance(moved.have, Shard) and self.left[number]:
+            leaves_whole = held and all(replicated(choice.options[n].ins[j]) for n, j in value.uses)
+            if self.left[number] and (leaves_whole or not isinstance(moved.have, Shard)):
                 path, key, many = self.left[number][0]
                 if path and self._in_every_call(path, "output", key, moved, choice):
                     return [(path, "output", key if many > 1 else "", place)]
@@ -152,6 +159,20 @@ class Boundaries:
                     used = any(u == path or u.startswith(f"{path}.") for u in uses)
                     if path and used and self._in_every_call(path, "input", key, moved, choice):
                         return [(path, "input", key, place)]
+        return []
+
+    def of(self, v: int) -> list[tuple[str, str, str]]:
+        """(module, side, key) of the outermost boundary that value number `v` crosses on its way to a call that takes it, else
+        of the one that it leaves."""
+        value = self.program.values[v]
+        users = [self.program.nodes[n].call.module for n, _ in value.uses]
+        for number in value.numbers:
+            for path, key in self.entered[number]:
+                if path and any(u == path or u.startswith(f"{path}.") for u in users):
+                    return [(path, "input", key)]
+            for path, key, many in self.left[number]:
+                if path:
+                    return [(path, "output", key if many > 1 else "")]
         return []
 
     def _in_every_call(self, path: str, side: str, key: str, moved: Moved, choice: Choice) -> bool:
