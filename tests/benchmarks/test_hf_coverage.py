@@ -57,3 +57,21 @@ def test_a_run_goes_on_where_it_was_stopped_and_its_page_says_why(tmp_path: Path
     assert found["llama", "tp2"]["outcome"] == "exact" and found["gpt2", "tp2"]["outcome"] == "refused"
     text = page(list(found.values()))
     assert "| llama |" in text and "a \\| b" in text and "refused [no-rule]" in text
+
+
+def test_the_page_has_a_table_for_each_mesh_and_says_how_rows_were_checked() -> None:
+    common = {"class": "LlamaForCausalLM", "built": True, "planned": True, "outcome": "exact", "regions": "local"}
+    one = common | {"type": "llama", "composition": "tp2", "checked": "ranks", "loss": 0.0, "gradients": 3.2e-12}
+    one |= {"share": 0.875, "plan s": 1.5, "total s": 6.25}
+    two = common | {"type": "llama", "composition": "tp2+sp x dp_shard2", "checked": "calls", "loss": 2e-9}
+    two |= {"gradients": 2e-9, "share": 1.0, "plan s": 2.5, "total s": 7.0}
+    peer = {"type": "llama", "composition": "peer", "class": "LlamaForCausalLM", "outcome": "wrong", "reason": "x"}
+    text = page([one, two, peer])
+    first, second = text.split("## tp2+sp x dp_shard2")
+    row = "| llama | LlamaForCausalLM | yes | yes | exact |"
+    assert f"{row} 0 | 3e-12 | ranks | 0.88 | local | 1.5 | 6.25 | wrong |" in first.split("## tp2\n")[1]
+    assert f"{row} 2e-09 | 2e-09 | calls | 1.00 | local | 2.5 | 7.0 |\n" in second
+    # run, built, planned, exact, wrong, refused, failed, gave up, by ranks, median share, at least 0.9, median plan s
+    assert "| tp2 | 1 | 1 | 1 | 1 | 0 | 0 | 0 | 0 | 1 | 0.88 | 0 of 1 | 1.50 |" in text
+    assert "| tp2+sp x dp_shard2 | 1 | 1 | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 1.00 | 1 of 1 | 2.50 |" in text
+    assert "| transformers, tp2 | 1 | 1 | 1 | 0 | 1 | 0 | 0 | 0 | - | - | - | - |" in text
