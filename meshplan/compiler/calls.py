@@ -15,7 +15,7 @@ from meshplan.compiler.capture import Call, Ref, run_call, tensors_in
 from meshplan.compiler.edits import Edit, Replacement
 from meshplan.compiler.experts import INSIDE
 from meshplan.compiler.hooks import forward_hook
-from meshplan.compiler.kinds import I, Kind, N, Pending, R, normal, replicated, splits, user_letter
+from meshplan.compiler.kinds import A, I, Kind, N, Pending, R, normal, replicated, splits, user_letter
 from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.match import Choice
 from meshplan.compiler.redistribute import Redistributing
@@ -286,7 +286,7 @@ class Calls(Redistributing, Arguments, Spared):
             if not t.requires_grad:
                 kinds = [N if replicated(k) else k for k in kinds]
             if rec.in_place and id(t) in self.infos:
-                self._check_in_place(rec, self.infos[id(t)], kinds)
+                self._check_in_place(rec, t, kinds)
             self.label(t, Info(value, kinds, data, None, self._source(rec, infos, kinds)))
             if rec.in_place:
                 self.written(t, kinds)
@@ -309,8 +309,11 @@ class Calls(Redistributing, Arguments, Spared):
             )  # fmt: skip
         self.infos[id(t)].kinds = kinds
 
-    def _check_in_place(self, rec: Call, before: Info, kinds: list[Kind]) -> None:
-        for axis, old, new in zip(self.axes, before.kinds, kinds, strict=True):
+    def _check_in_place(self, rec: Call, t: Tensor, kinds: list[Kind]) -> None:
+        alone = all(other is t for other in self.sharing.get(compat.storage_key(t), []))
+        for axis, old, new in zip(self.axes, self.infos[id(t)].kinds, kinds, strict=True):
+            if new == A and replicated(old) and alone:
+                continue  # as a sum of losses begins: the mean of equal values is theirs, and nobody else holds this one
             if old != new and not (replicated(old) and replicated(new)):
                 raise PlanError(
                     f"{rec.name} writes {user_letter(new)} on {axis.name} into a tensor that is {user_letter(old)}",

@@ -87,8 +87,11 @@ def use_of(decided: Decided, k: int, degree: int, trace: Trace) -> Use | None:
         return None
     values = [trace.values[v] for v in call.ins]
     made = [trace.values[v].requires_grad for v in call.outs]
-    # With gradients off none comes back, whatever the arguments are.
-    tensors = tuple(Spec(tuple(t.shape), t.dtype, t.requires_grad and any(made)) for t in values)
+    # With gradients off none comes back, whatever the arguments are. A constant that was written has had none before.
+    flows = [t.requires_grad and any(made) for t in values]
+    if call.in_place and all(kind == N for kind in decided.ins[0]):
+        flows[0] = False
+    tensors = tuple(Spec(tuple(t.shape), t.dtype, grad) for t, grad in zip(values, flows, strict=True))
     numbered: list[Any] = []
     for leaf in call.leaves:
         numbered.append(Ref(sum(isinstance(x, Ref) for x in numbered)) if isinstance(leaf, Ref) else leaf)

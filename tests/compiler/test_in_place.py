@@ -94,3 +94,34 @@ def test_a_module_that_writes_into_its_input_is_exact_or_refused() -> None:
     ]
     plan = mp.Plan(mesh={"tp": 2}, inputs={"x": mp.Input(shape=(4, 6, 8), dtype=torch.float64)}, rules=rules)
     assert align(Around(), plan, 2).distance < 1e-9
+
+
+class Summed(nn.Module):
+    """A mean loss a part of the output, added up in place to a zero, as some models with several heads do."""
+
+    def __init__(self, keep_view: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.keep_view = nn.Linear(8, 12), nn.Linear(12, 6), keep_view
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        h = self.down(self.up(x).sin())
+        loss = torch.zeros([], dtype=x.dtype)
+        held = loss.view(1) if self.keep_view else None
+        for part, labelled in zip(h.split(2, 1), labels.split(2, 1), strict=True):
+            loss += F.cross_entropy(part.flatten(0, 1), labelled.flatten())
+        return loss / 3 if held is None else loss / 3 + held.sum()
+
+
+def test_mean_losses_are_added_in_place_to_a_zero() -> None:
+    inputs = {
+        "x": torch.linspace(-1, 1, 4 * 6 * 8, dtype=torch.float64).sin().reshape(4, 6, 8),
+        "labels": torch.arange(24).reshape(4, 6).remainder(6),
+    }
+    inputs["labels"][0, :5] = inputs["labels"][3, 1:3] = -100  # so that the ranks' token counts differ
+    place = {name: mp.Input(shape=tuple(x.shape), dtype=x.dtype, place={"dp": mp.S(0)}) for name, x in inputs.items()}
+    plan = mp.Plan(mesh={"dp_shard": 2}, inputs=place)
+    assert align(Summed(), plan, 2, inputs=inputs).distance < 1e-12
+    mp.lower(Summed(), plan, 2)  # its check of each rule asks for no gradient of the zero
+    with pytest.raises(mp.PlanError) as refused:  # the view would still count as equal on all ranks
+        mp.lower(Summed(keep_view=True), plan, 2)
+    assert refused.value.code == "in-place"
