@@ -99,7 +99,7 @@ class Known:
         self.fill: Callable[[str, nn.Module, int], None] = lambda path, module, value: None
         self.units: frozenset[str] = frozenset()  # of FSDP
         self.casts = False  # whether they cast what they are handed
-        self.memo: dict[tuple[int, str, str, str], tuple[Tensor, Site, Any, list[Move]]] = {}
+        self.memo: dict[tuple[int, str, str, str, bool], tuple[Tensor, Site, Any, list[Move]]] = {}
         self.gathers: list[tuple[Site, str, Pending, Where | None]] = []
         self.late: list[
             tuple[Site, str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshplan.compiler.few_heads import sub_axes
@@ -160,9 +161,12 @@ class Redistributing(Known):
             self.decisions.declared.add(here)
         own = self.info(x).param is not None and here.side == "call"  # a parameter is viewed anew at each use
         apart = here.module if here.side == "param" else str(here) if own else self._handed_anew(x)
-        key = (id(x), axis.name, str(want), apart)
-        if key in self.memo and not own:
-            made, first, frames, moves = self.memo[key]
+        # Made with gradients off, it carries none: good for a use that asks for none, and for no other.
+        live = x.requires_grad and torch.is_grad_enabled()
+        key = (id(x), axis.name, str(want), apart, live)
+        found = self.memo.get(key) or self.memo.get((*key[:-1], True))
+        if found is not None and not own:
+            made, first, frames, moves = found
             if site is None and here.side == "output":
                 here = self._own_call(leaf)  # moved there, it would be so for those who have used it as it is
             self._share(x, k, want, first, here, frames, moves, where, site is None)
