@@ -184,7 +184,8 @@ def _converter(b: Boundary, groups: Groups) -> Convert:
     def once(x: Tensor) -> Tensor:
         # Kept on the tensor itself, so that it lives exactly as long and a recompute makes its own.
         made = x.__dict__.get(label)
-        if made is None:
+        # What was made with gradients off carries none.
+        if made is None or (x.requires_grad and torch.is_grad_enabled() and not made.requires_grad):
             made = run(x)
             setattr(x, label, made)
         return made

@@ -18,7 +18,7 @@ class Router(nn.Linear):
         with torch.no_grad():
             best = scores.max(-1, keepdim=True).values
             far = best - scores > 0.4
-        return scores.masked_fill(far, -torch.inf).softmax(-1)
+        return scores.masked_fill(far, -torch.inf).softmax(-1) + scores.softmax(-1)
 
 
 class Routed(nn.Module):
