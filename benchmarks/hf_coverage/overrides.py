@@ -23,6 +23,8 @@ NEEDED: dict[str, dict[str, Any]] = {
 """Without these the defaults of a type make no model."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    # What its first forward on so short a sequence switches to anyway, by making modules anew.
+    "big_bird": {"attention_type": "original_full"},
     "cohere_compass_text": NEEDED["cohere_compass_text"],
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "dots3_note": {
