@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from meshplan.cli import bench, demo, diff, explain, explain_error, plan, ranks, samples, verify
+from meshplan.cli import bench, demo, diff, explain, explain_error, pattern, plan, ranks, samples, verify
 from meshplan.errors import PlanError
 
 PLAN_ERROR = 2
@@ -35,5 +35,5 @@ def main() -> None:
 
 
 app.command("ranks")(ranks.ranks)
-for command in (explain, plan, verify, bench, samples, diff, demo, explain_error):
+for command in (explain, pattern, plan, verify, bench, samples, diff, demo, explain_error):
     command.register(app)

@@ -53,7 +53,7 @@ class BlockLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[batch, seq, width]` to the same."""
         blocks = x.unflatten(-1, (-1, self.block_width))
-        return torch.einsum("bski,koi->bsko", blocks, self.weight).flatten(-2) + self.bias
+        return torch.einsum("bski,koi->bsko", blocks, self.weight).reshape(x.shape) + self.bias
 
 
 class GatedRecurrence(nn.Module):
