@@ -99,7 +99,6 @@ def test_the_layout_names_folders_that_exist_and_leaves_none_out():
     [
         {"mesh": {"pp": 2}},
         {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 2}},
-        {"mesh": {"dp_shard": 2}, "experts": {"at": ["layers.*.feed_forward"], "ep": 2}},
     ],
     ids=lambda section: "+".join(section),
 )

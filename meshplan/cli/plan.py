@@ -31,6 +31,8 @@ def plan(
     sequence: Annotated[
         bool | None, typer.Option("--sp/--no-sp", help="Cut activations along the sequence; default: where it pays.")
     ] = None,
+    ep: Annotated[int | None, typer.Option("--ep", min=1, help="Ranks that share one copy of the experts.")] = None,
+    etp: Annotated[int, typer.Option("--etp", min=1, help="Ranks that split each expert, with --ep.")] = 1,
     world_size: Annotated[int | None, typer.Option("--world-size", "-n", help="For a degree of -1.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan and its figures as JSON.")] = False,
 ) -> None:  # fmt: skip
@@ -49,7 +51,8 @@ def plan(
         built = resolve_model(model)()
     inputs = inputs_of(built.forward, given or [], batch, length)
     found = derive(
-        built, degrees, inputs, memory=memory, sequence=sequence, world_size=world_size
+        built, degrees, inputs, memory=memory, sequence=sequence, world_size=world_size,
+        experts=None if ep is None else {"ep": ep, "etp": etp},
     )  # fmt: skip
     text = found.plan.to_yaml()
     if out is not None:

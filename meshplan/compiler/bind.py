@@ -87,7 +87,8 @@ class Bound:
         fsdp_units, recompute_units, compile_units: module paths of the sections' units; recompute_units only of a
             section that recomputes.
         regather_units: module paths inside which sequences are gathered again in backward.
-        attention: module paths of `context.attention`; experts: of `experts.at`, once found the experts modules there; stage_starts: of `pipeline.split`.
+        attention: module paths of `context.attention`; stage_starts: of `pipeline.split`.
+        experts: module paths of `experts.at`; once they are found, of the experts modules there.
         shard_dims: dim to shard on the data axes, by parameter name, where `fsdp.shard_dims` names it.
         matches: each rule with the module paths it matched.
     """
