@@ -9,6 +9,7 @@ import typer
 
 from meshplan.cli.output import emit
 from meshplan.errors import PlanError
+from meshplan.mesh.expert_view import expert_view
 from meshplan.mesh.rankmap import rank_map
 from meshplan.mesh.spec import AXES, MeshSpec
 from meshplan.mesh.topology import Topology
@@ -21,18 +22,22 @@ def ranks(
     dp_replicate: Annotated[int, typer.Option(help="Replicas of the sharded parameters.")] = 1,
     dp_shard: Annotated[int | None, typer.Option(help="Ranks that parameters are sharded over.")] = None,
     cp: Annotated[int, typer.Option(help="Context parallel degree.")] = 1,
+    ep: Annotated[int | None, typer.Option(help="Ranks that share one copy of the experts.")] = None,
+    etp: Annotated[int, typer.Option(help="Ranks that split each expert, with --ep.")] = 1,
     order: Annotated[str, typer.Option(help="Axes, outermost first.")] = ",".join(AXES),
     node_size: Annotated[int, typer.Option(help="Ranks a node.")] = 8,
     world_size: Annotated[int | None, typer.Option(help="Ranks in all; one degree may then be -1.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a table.")] = False,
 ) -> None:
-    """List the groups of every axis, the links they run on, and what to be warned of."""
+    """List the groups of every axis, the links they run on, and what to be warned of. With --ep also the experts' view of the
+    same ranks: which of them share a copy of the experts, borrowed from which axes, and which hold further copies."""
     if dp is not None and dp_shard is not None:
         raise PlanError("--dp and --dp-shard are two names for one degree", code="bad-option", legal="one of them")
     shard = dp if dp is not None else dp_shard
     degrees = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": 1 if shard is None else shard, "cp": cp, "tp": tp}
     spec = mesh_of_options(degrees, order, world_size)
-    emit(rank_map(spec, Topology(node_size=node_size)), as_json)
+    view = None if ep is None else expert_view(spec, ep, etp)
+    emit(rank_map(spec, Topology(node_size=node_size), view), as_json)
 
 
 def mesh_of_options(degrees: dict[str, int], order: str, world_size: int | None) -> MeshSpec:

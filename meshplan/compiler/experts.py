@@ -15,9 +15,9 @@ from meshplan.compiler.edits import Edit, Replacement
 from meshplan.compiler.layout import Axis
 from meshplan.compiler.rules.base import REP, Strategy
 from meshplan.errors import PlanError
+from meshplan.mesh.expert_view import ExpertView, expert_view
 from meshplan.mesh.spec import MeshSpec
 from meshplan.ops.experts.call import Routed
-from meshplan.ops.experts.views import ExpertView, expert_view
 from meshplan.plan.patterns import match
 from meshplan.plan.placements import Partial, Shard
 

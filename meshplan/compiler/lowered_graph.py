@@ -23,6 +23,7 @@ from meshplan.compiler.lowered import Core
 from meshplan.compiler.probes import ids
 from meshplan.compiler.skeleton import shared_objects
 from meshplan.compiler.symbolic import Counts, symbolic_counts
+from meshplan.mesh.expert_view import VIEW
 from meshplan.mesh.spec import MeshSpec
 from meshplan.mesh.topology import Topology, warnings
 from meshplan.plan.placements import Shard
@@ -138,6 +139,7 @@ class Lowered:
             "mesh": spec.uncut,
             "sub_axes": spec.sub_axes,
             "context": self._context(),
+            "experts": self._experts(),
             "inputs": {
                 name: {"shape": list(key[0][0]), "dtype": key[0][1].removeprefix("torch."), "place": self._place(name)}
                 for name, key in program.signature if len(key) == 1 and isinstance(key[0], tuple)
@@ -180,7 +182,29 @@ class Lowered:
         implicit = sum(b.implicit and b.site.side == "call" for b in self.core.program.boundaries)
         found = [f"{implicit} redistributions stand in the middle of a module's code"] if implicit else []
         found += self._skew()
+        if any(c.routed for c in self.collectives):
+            found.append("what experts exchange is counted for an even routing; a step sends what its own takes")
         return [*found, *(f"not checked by value: {use}" for use in self.core.program.checked.skipped)]
+
+    def _experts(self) -> dict[str, Any] | None:
+        """The experts' view of the ranks, and for each module how many experts it has, how many of them and how many bytes of
+        their parameters a rank holds before FSDP, and the bytes of all."""
+        routed, spec = self.core.experts, self.core.spec
+        if routed is None:
+            return None
+        modules = []
+        for path, found in routed.modules.items():
+            plans = [self.core.params[name] for name in (*found.packed, *found.listed)]
+            held = found.experts // routed.view.degree("ep") if found.packed else found.experts
+            modules.append({
+                "module": path, "experts": found.experts, "held": held,
+                "bytes": sum(math.prod(p.shape) * getattr(torch, p.dtype).itemsize for p in plans),
+                "held_bytes": sum(
+                    math.prod(local_param_shape(p, spec, self.rank)) * getattr(torch, p.dtype).itemsize for p in plans
+                ),
+            })  # fmt: skip
+        view = {name: routed.view.degree(name) for name in VIEW}
+        return {"view": view, "borrowed": routed.view.borrowed, "dispatch": routed.dispatch, "modules": modules}
 
     def _skew(self) -> list[str]:
         """How uneven causal attention is where sequences lie on cp in one run a rank."""

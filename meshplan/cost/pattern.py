@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshplan.cost.pattern_axes import Parameters, Run, Sent
 from meshplan.errors import PlanError
+from meshplan.mesh.expert_view import expert_view
 from meshplan.mesh.spec import MeshSpec
 from meshplan.models.hybrid import Hybrid, HybridBlock
-from meshplan.ops.experts.views import expert_view
 
 SAMPLE = 1024
 """Tokens on which FLOPs are counted that do not grow with the sequence: those of all blocks but attention."""

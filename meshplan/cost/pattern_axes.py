@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 import torch
 
+from meshplan.mesh.expert_view import ExpertView
 from meshplan.models.hybrid import HybridConfig
 from meshplan.ops.attention.cost import Local, bytes_sent, collectives
 from meshplan.ops.experts.cost import expression
-from meshplan.ops.experts.views import ExpertView
 from meshplan.ops.precision import wide
 from meshplan.runtime.comm import AxisGroup
 

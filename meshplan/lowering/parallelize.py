@@ -110,7 +110,7 @@ def parallelize(
     core, spec = lowered.core, lowered.core.spec
     device_type = _device_type(real)
     groups: Groups = build_groups(spec, device_type, _axes_sets(core)) if real else abstract_groups(spec, rank)
-    log_rank_map(spec, rank)
+    log_rank_map(spec, rank, view=core.experts.view if core.experts else None)
     tensor_axes = tuple(name for name, n in spec.axes if n > 1 and spec.parent(name) not in DATA_AXES and name != "pp")
     meta = any(p.is_meta for p in model.parameters())
     if isinstance(groups, BuiltMesh):

@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshplan.mesh.expert_view import VIEW, ExpertView
 from meshplan.mesh.ranktext import ranks_short
 from meshplan.mesh.spec import MeshSpec
 from meshplan.mesh.topology import LinkUse, MeshWarning, Topology, link_use, shown_axes, warnings
@@ -44,12 +45,15 @@ class AxisMap:
 
 @dataclass(frozen=True)
 class RankMap:
-    """A mesh laid on nodes. `axes` as `shown_axes` lists them: innermost first."""
+    """A mesh laid on nodes. `axes` as `shown_axes` lists them: innermost first. With a `view`, `experts` are the axes of the
+    experts' view of the same ranks."""
 
     spec: MeshSpec
     topology: Topology
     axes: tuple[AxisMap, ...]
     warnings: tuple[MeshWarning, ...]
+    view: ExpertView | None = None
+    experts: tuple[AxisMap, ...] = ()
 
     @property
     def nodes(self) -> int:
@@ -58,22 +62,17 @@ class RankMap:
 
     def to_dict(self) -> dict[str, Any]:
         """What `meshplan ranks --json` prints: plain data, with every group for worlds up to `LISTED_RANKS`."""
-        listed = self.spec.world_size <= LISTED_RANKS
-        axes = [
-            {
-                "axes": list(axis.use.axes),
-                "size": axis.use.size,
-                "groups": [list(group) for group in self.spec.groups(*axis.use.axes)] if listed else None,
-                "group_count": axis.count,
-                "first_group": [axis.firsts[0] + offset for offset in axis.offsets],
-                "link": axis.use.link,
-                "nodes_per_group": axis.use.nodes,
-                "neighbours_inside": axis.use.inside,
-                "neighbours_across": axis.use.across,
+        axes = [self._axis(axis, self.spec) for axis in self.axes]
+        experts = {}
+        if self.view is not None:
+            spec = self.view.spec
+            experts = {
+                "experts": {
+                    "borrowed": self.view.borrowed,
+                    "axes": [{"axis": axis.label, **self._axis(axis, spec)} for axis in self.experts],
+                }
             }
-            for axis in self.axes
-        ]
-        return {
+        return experts | {
             "mesh": dict(self.spec.axes),
             "world_size": self.spec.world_size,
             "node_size": self.topology.node_size,
@@ -82,17 +81,33 @@ class RankMap:
             "warnings": [{"code": w.code, "axis": w.axis, "message": w.message} for w in self.warnings],
         }
 
+    def _axis(self, axis: AxisMap, spec: MeshSpec) -> dict[str, Any]:
+        listed = spec.world_size <= LISTED_RANKS
+        return {
+            "axes": list(axis.use.axes),
+            "size": axis.use.size,
+            "groups": [list(group) for group in spec.groups(*axis.use.axes)] if listed else None,
+            "group_count": axis.count,
+            "first_group": [axis.firsts[0] + offset for offset in axis.offsets],
+            "link": axis.use.link,
+            "nodes_per_group": axis.use.nodes,
+            "neighbours_inside": axis.use.inside,
+            "neighbours_across": axis.use.across,
+        }
+
     def __rich__(self) -> RenderableType:
         world, node = self.spec.world_size, self.topology.node_size
         head = f"{self.spec}   {_count(world, 'rank')}, {_count(self.nodes, 'node')} of {node}"
         parts: list[RenderableType] = [Text(head, style="bold")]
-        parts += [self._axes_table(), self._nodes_table()] if self.axes else []
+        parts += [self._axes_table(self.axes), self._nodes_table()] if self.axes else []
+        if self.view is not None:
+            parts += [Text(f"experts: {self.view}", style="bold"), self._axes_table(self.experts)]
         parts += [Text(f"warning: {w.message} [{w.code}]", style="yellow") for w in self.warnings]
         return Group(*parts)
 
-    def _axes_table(self) -> Table:
+    def _axes_table(self, axes: tuple[AxisMap, ...]) -> Table:
         table = _table("axis", "size", "groups", "link", "neighbours", "ranks of each group")
-        for axis in self.axes:
+        for axis in axes:
             use = axis.use
             pairs = f"{use.across} of {use.inside + use.across} across" if use.across else f"{use.inside} inside"
             # A text, since "[...]" in a string is markup to rich.
@@ -117,23 +132,35 @@ class RankMap:
         return table
 
 
-def rank_map(spec: MeshSpec, topology: Topology | None = None) -> RankMap:
-    """The rank map of `spec` on `topology` (nodes of 8 if None). Costs the groups' sizes, not the world's."""
+def rank_map(spec: MeshSpec, topology: Topology | None = None, view: ExpertView | None = None) -> RankMap:
+    """The rank map of `spec` on `topology` (nodes of 8 if None), with the experts' `view` of it. Costs the groups' sizes, not the
+    world's."""
     topology = topology or Topology()
+    axes = tuple(_axis_map("+".join(names), names, spec, topology) for names in shown_axes(spec))
+    if view is None:
+        return RankMap(spec, topology, axes, warnings(spec, topology))
+    experts = tuple(_axis_map(name, view.axes(name), view.spec, topology) for name in VIEW if view.degree(name) > 1)
+    return RankMap(spec, topology, axes, (*warnings(spec, topology), *_experts_apart(view, experts)), view, experts)
+
+
+def _axis_map(label: str, names: tuple[str, ...], spec: MeshSpec, topology: Topology) -> AxisMap:
     shown = spec.world_size if spec.world_size <= WHOLE_TABLE else SHOWN_GROUPS
-    axes = []
-    for names in shown_axes(spec):
-        use = link_use(spec, topology, *names)
-        axes.append(
-            AxisMap(
-                "+".join(names),
-                spec.world_size // use.size,
-                use,
-                spec.offsets(*names),
-                _firsts(spec, names, shown),
-            )
+    use = link_use(spec, topology, *names)
+    return AxisMap(label, spec.world_size // use.size, use, spec.offsets(*names), _firsts(spec, names, shown))
+
+
+def _experts_apart(view: ExpertView, experts: tuple[AxisMap, ...]) -> list[MeshWarning]:
+    """`ep-across-nodes`: what it costs is said without numbers, since the routing decides on it."""
+    across = [axis for axis in experts if axis.label == "ep" and axis.use.across]
+    return [
+        MeshWarning(
+            "ep-across-nodes",
+            "ep",
+            f"ep {axis.use.size} spans {axis.use.nodes} nodes: tokens whose experts are on another node cross the network, twice "
+            "forward and twice backward in each of these layers.",
         )
-    return RankMap(spec, topology, tuple(axes), warnings(spec, topology))
+        for axis in across
+    ]
 
 
 def to_text(ranks: RankMap, width: int = 100) -> str:
@@ -143,12 +170,14 @@ def to_text(ranks: RankMap, width: int = 100) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def log_rank_map(spec: MeshSpec, rank: int, topology: Topology | None = None) -> None:
+def log_rank_map(
+    spec: MeshSpec, rank: int, topology: Topology | None = None, view: ExpertView | None = None
+) -> None:
     """Log the table and its warnings once, on rank 0, to the logger `meshplan`."""
     log = logging.getLogger("meshplan")
     if rank != 0:
         return
-    ranks = rank_map(spec, topology)
+    ranks = rank_map(spec, topology, view)
     log.info("rank map\n%s", to_text(replace(ranks, warnings=())))
     for warning in ranks.warnings:
         log.warning("%s [%s]", warning.message, warning.code)

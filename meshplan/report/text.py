@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -77,6 +78,20 @@ def _head(d: Mapping[str, Any]) -> list[RenderableType]:
     for name, spec in d.get("inputs", {}).items():
         tensor = tensor_text(spec["dtype"], spec["shape"], spec["place"])
         lines.append(Text(plain(f"input {name}: {tensor}"), style="dim"))
+    if d.get("experts"):
+        lines += [Text(plain(line), style="dim") for line in _experts(d["experts"])]
+    return lines
+
+
+def _experts(e: Mapping[str, Any]) -> list[str]:
+    """The view of the ranks, and a line for each kind of module."""
+    lent = ", ".join(f"{axis} {n}" for axis, n in e["borrowed"].items()) or "nothing"
+    view = " x ".join(f"{name} {n}" for name, n in e["view"].items())
+    kinds = Counter((m["experts"], m["held"], m["bytes"], m["held_bytes"]) for m in e["modules"])
+    lines = [f"experts: {view}, ep borrows {lent}, dispatch {e['dispatch']}"]
+    for (experts, held, whole, mine), number in kinds.items():
+        each = f"{number} module{'s' * (number != 1)} of {experts} experts, {bytes_text(whole)} each"
+        lines.append(f"  {each}: a rank holds {held} of them, {bytes_text(mine)} of the parameters")
     return lines
 
 

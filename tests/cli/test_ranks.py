@@ -101,3 +101,28 @@ def test_it_runs_as_a_module_without_colours_in_a_pipe():
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
     assert "[tp-across-nodes]" in done.stdout
+
+
+def test_the_experts_view_of_the_same_ranks():
+    """dp_shard 4 x tp 2, ep 2: the drawing in meshplan/mesh/expert_view.py."""
+    result = run("ranks", "--dp-shard", "4", "--tp", "2", "--ep", "2")
+    assert result.exit_code == 0
+    head, *rows = result.stdout[result.stdout.index("experts: ") :].splitlines()
+    assert head.strip() == "experts: expert_dp 4 x ep 2 x etp 1 (ep borrows dp_shard 2)"
+    assert [line.split()[0] for line in rows[1:3]] == ["expert_dp", "ep"]
+    assert "[0,1,4,5]  [2,3,6,7]" in rows[1] and "[0,2]  [1,3]  [4,6]  [5,7]" in rows[2]
+
+
+def test_the_experts_view_as_data_and_its_warning():
+    said = json.loads(run("ranks", "--dp-shard", "16", "--tp", "2", "--ep", "8", "--etp", "2", "--json").stdout)
+    assert said["experts"]["borrowed"] == {"dp_shard": 8}
+    by_axis = {axis["axis"]: axis for axis in said["experts"]["axes"]}
+    assert by_axis["ep"]["groups"][0] == list(range(0, 16, 2)) and by_axis["ep"]["link"] == "network"
+    assert by_axis["etp"]["size"] == 2 and by_axis["expert_dp"]["groups"][0] == [0, 16]
+    assert [w["code"] for w in said["warnings"]] == ["ep-across-nodes"]
+
+
+def test_a_fold_that_does_not_fit_says_which_do():
+    result = run("ranks", "--dp-shard", "4", "--ep", "3")
+    assert result.exit_code == 2
+    assert "[expert-fold]" in result.stderr and "ep: 1, 2, 4" in result.stderr

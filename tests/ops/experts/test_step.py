@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshplan.mesh.expert_view import expert_view
 from meshplan.mesh.spec import MeshSpec
 from meshplan.ops.experts.balance import load_balance_loss, z_loss
 from meshplan.ops.experts.capacity import limit
 from meshplan.ops.experts.experts import routed_experts
 from meshplan.ops.experts.grouped import grouped_mlp
-from meshplan.ops.experts.views import expert_view
 from meshplan.ops.token_mean import token_mean
 from meshplan.runtime.simulated import SimulatedGroups, World
 

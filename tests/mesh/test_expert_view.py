@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from meshplan.errors import PlanError
+from meshplan.mesh.expert_view import VIEW, expert_view, legal_degrees
 from meshplan.mesh.spec import MeshSpec
-from meshplan.ops.experts.views import VIEW, expert_view, legal_degrees
 
 
 def mesh(**axes: int) -> MeshSpec:
