@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from meshplan.errors import PlanError
 from meshplan.models.router import Router, RouterConfig, Routing
 from meshplan.models.router_losses import RouterLosses, router_loss
+from meshplan.ops.experts.balance import load_balance_loss, sequence_loss, z_loss
 
 DIM, E = 5, 12
 CONFIGS = {
@@ -166,3 +167,18 @@ def test_what_no_router_can_be_is_refused(options):
     with pytest.raises(PlanError) as error:
         RouterConfig(**{"n_experts": E, "top_k": 2, **options})
     assert error.value.code == "bad-model"
+
+
+def test_losses_are_those_of_one_rank_that_has_all_tokens():
+    flat, chosen = LOGITS.flatten(0, 1), LOGITS.topk(3, -1).indices.flatten(0, 1)
+    p = flat.softmax(-1)
+    sequences = sum(
+        sequence_loss(LOGITS[layer].softmax(-1).view(2, 5, E), chosen.view(2, 2, 5, 3)[layer], batch_groups=())
+        for layer in range(2)
+    )
+    for losses, want in [
+        (RouterLosses(load_balance=1.0), load_balance_loss(p, chosen, groups=())),
+        (RouterLosses(z=1.0), z_loss(flat, groups=())),
+        (RouterLosses(sequence=1.0), sequences),
+    ]:
+        torch.testing.assert_close(router_loss(routings(LOGITS), losses, "softmax", batch=2), want, rtol=1e-12, atol=0)
