@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ class Arguments(Known):
         local = [local_shape(s, k, self.axes) for s, k in zip(shapes, out_kinds, strict=True)]
         if rec.name in SIZED | CREATED | {"unflatten", "split", "split_with_sizes", "tensor_split"}:
             own = self._try_own(rec, leaves, structure)
+            if own is not None and not same_constant(_fill(rec, rec.leaves, rec.structure), _fill(rec, leaves, structure)):
+                own = None  # filled with a number that is this rank's: a size that the code reads
             if own is not None and [tuple(s) for s in own] == local:
                 return leaves, structure, False, None
             widened = self._widened(rec, leaves, own, shapes, out_kinds) if own is not None else False
@@ -116,6 +119,14 @@ class Arguments(Known):
 
 
 _REPEATING = {"expand", "broadcast_to", "repeat"}
+
+
+def _fill(rec: Call, leaves: Sequence[Any], structure: Any) -> Any:
+    """What `full` and `new_full` fill with; None for other calls."""
+    if rec.name not in ("full", "new_full"):
+        return None
+    args, kwargs = compat.unflatten(list(leaves), structure)
+    return kwargs["fill_value"] if "fill_value" in kwargs else args[1 + (rec.name == "new_full")]
 
 
 def _slotted(leaves: list[Any], structure: Any) -> tuple[tuple[Any, ...], Any, frozenset[int]]:

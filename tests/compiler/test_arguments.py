@@ -1,5 +1,6 @@
 """Constants that a model makes at the size of its batch: each rank makes its own part, since all rows are equal."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -28,3 +29,26 @@ def test_rows_repeated_for_a_rank_are_its_part_of_all_rows() -> None:
     for mesh in ({"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}):
         mp.lower(Positions(), mp.Plan(mesh=mesh, inputs={"ids": ids}), 2 * len(mesh))  # the value checks agree
         assert align(Positions(), mp.Plan(mesh=mesh, inputs={"ids": ids}), 2 * len(mesh)).distance < 1e-9
+
+
+class Counted(nn.Module):
+    """x [8, 4] -> 0-dim: divided by a number of rows that code reads off a shape and puts into a tensor."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 3), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).square()
+        rows = y.shape[0]
+        if self.how == "full":
+            return y.sum() / torch.full((), rows)
+        if self.how == "new_full":
+            return y.sum() / y.new_full((), fill_value=rows)
+        return (y.sum(1) / torch.full((rows,), float(rows))).sum()
+
+
+@pytest.mark.parametrize("how", ["full", "new_full", "a row each"])
+def test_a_tensor_filled_with_a_size_is_filled_with_that_of_the_whole(how) -> None:
+    x = mp.Input(shape=(8, 4), dtype=torch.float32, place={"dp": mp.S(0)})
+    assert align(Counted(how), mp.Plan(mesh={"dp_shard": 2}, inputs={"x": x}), 2).distance < 1e-9
