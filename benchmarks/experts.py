@@ -9,6 +9,7 @@ turns at the ways, so that a busy machine is busy for all.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from typing import Any
@@ -37,10 +38,9 @@ TOLERANCE = 1e-4
 """Of the largest number of each tensor: float32, summed in other orders."""
 
 
-def measure(tokens: int, repeats: int) -> Report:
+def measure(pool: RankPool, tokens: int, repeats: int) -> Report:
     """`tokens` of all ranks together."""
-    with RankPool(RANKS, timeout=3600) as pool:
-        ranks = pool.run(_rank, tokens, repeats, world=RANKS, timeout=3600)
+    ranks = pool.run(_rank, tokens, repeats, world=RANKS, timeout=3600)
     rows: list[dict[str, Any]] = []
     facts: dict[str, Any] = {}
     for setting in SETTINGS:
@@ -114,6 +114,7 @@ def _data(tokens: int) -> tuple[Tensor, Tensor]:
     return torch.randn(tokens, H, generator=draw), torch.randn(tokens, H, generator=draw)
 
 
+@functools.cache
 def _weights() -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(1)
     shapes = {"gate": (EXPERTS, H), "up": (EXPERTS, 2 * WIDTH, H), "down": (EXPERTS, H, WIDTH)}
@@ -125,7 +126,7 @@ class Block(nn.Module):
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
-        self.gate = nn.Parameter(_weights()["gate"])
+        self.gate = nn.Parameter(_weights()["gate"].clone())
         self.experts = experts
 
     def forward(self, x: Tensor) -> Tensor:
@@ -273,4 +274,5 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=4096, help="of all ranks together")
     parser.add_argument("--repeats", type=int, default=7)
     given = parser.parse_args()
-    emit(measure(given.tokens, given.repeats), given.json)
+    with RankPool(RANKS) as ranks:
+        emit(measure(ranks, given.tokens, given.repeats), given.json)

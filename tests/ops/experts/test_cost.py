@@ -16,7 +16,7 @@ from meshplan.errors import PlanError
 from meshplan.ops.experts.cost import Routed, bytes_sent, collectives, expression, sends
 from meshplan.ops.experts.experts import routed_experts
 from meshplan.ops.experts.load import load_table
-from meshplan.runtime.comm import AxisGroup
+from meshplan.runtime.comm import UNEVEN, AxisGroup, OnCall
 from meshplan.runtime.recorder import record_collectives
 from meshplan.runtime.simulated import SimulatedGroup, World
 from tests.ops.experts.reference import Case, H, indices
@@ -63,6 +63,13 @@ def said(method: str, routed: Routed, group: AxisGroup, **options: Any) -> list[
         for phase in ("forward", "backward")
         for call in collectives(method, routed, group, phase=phase, **options)
     ]
+
+
+def teller(lines: list[Line]) -> OnCall:
+    """Writes down what abstract groups tell."""
+    return lambda op, group, x: lines.append(
+        (_phase(), "all_to_all" if op == UNEVEN else op, x.numel(), _bare(x.dtype))
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +155,7 @@ def test_gloo_ranks_make_them_too_and_send_no_byte_more(pool):
 def test_shape_only_ranks_are_told_the_calls_of_even_routing(method, tokens, k, experts):
     for rank in (0, 3):
         lines: list[Line] = []
-        on_call = lambda op, g, x, lines=lines: lines.append((_phase(), op, x.numel(), _bare(x.dtype)))  # noqa: E731
-        group = AxisGroup("ep", 4, rank, on_call=on_call)
+        group = AxisGroup("ep", 4, rank, on_call=teller(lines))
         with compat.fake_tensor_mode():
             run(torch.zeros(tokens, k, dtype=torch.int64), experts, group, OPTIONS[method])
         assert lines == said(method, Routed.even(tokens, k, experts, 4, rank, H, DTYPE, WEIGHTS), group)

@@ -17,7 +17,7 @@ from meshplan.runtime.comm import AxisGroup
 from meshplan.runtime.recorder import record_collectives
 from meshplan.runtime.simulated import World
 from tests.ops.experts.reference import ROUTINGS, Case, H, check, gloo_levels, indices, on_rank, simulated
-from tests.ops.experts.test_cost import DTYPE, WEIGHTS, Line, Logged, _bare, _phase, rows_of, run
+from tests.ops.experts.test_cost import DTYPE, WEIGHTS, Line, Logged, _bare, rows_of, run, teller
 
 TWO: dict[str, Any] = {"dispatch": "twolevel", "nodes": 2}
 WAYS = {"dedup": TWO | {"dedup": True}, "plain": TWO}
@@ -125,7 +125,7 @@ def test_gloo_ranks_make_them_too(pool):
 def test_shape_only_ranks_are_told_the_calls_of_even_routing(way, tokens, k, experts):
     for rank in (0, 3):
         lines: list[Line] = []
-        on_call = lambda op, g, x, lines=lines: lines.append((_phase(), op, x.numel(), _bare(x.dtype)))  # noqa: E731
+        on_call = teller(lines)
         group = AxisGroup("ep", 4, rank, on_call=on_call)
         levels = AxisGroup("ep_out", 2, rank // 2, on_call=on_call), AxisGroup("ep_in", 2, rank % 2, on_call=on_call)
         with compat.fake_tensor_mode():
