@@ -119,6 +119,57 @@ def test_gloo_ranks_deal_out_rows_as_was_foretold(pool) -> None:
             assert log == [(op.removesuffix(UNEVEN), n) for op, n in told] == [("all_to_all", 3 * sum(ROWS[rank][:n]))]
 
 
+def begun(group: AxisGroup) -> tuple[Tensor, ...]:
+    """Three exchanges under way together, and waited for from the last to the first."""
+    send = ROWS[group.rank][: group.size]
+    receive = [row[group.rank] for row in ROWS[: group.size]]
+    x = torch.arange(3.0 * sum(send), dtype=torch.float64).view(-1, 3) + 100 * group.rank
+    full = torch.arange(2.0 * group.size, dtype=torch.float64)[:, None] * (group.rank + 1)
+    started = [
+        group.start_all_to_all_uneven(x, send, receive),
+        group.start_all_gather(full[:2]),
+        group.start_reduce_scatter(full),
+    ]
+    return tuple(pending.wait() for pending in reversed(started))
+
+
+def check_begun(n: int, rank: int, found: tuple[Tensor, ...]) -> None:
+    summed, gathered, rows = found
+    assert summed.flatten().tolist() == [x * n * (n + 1) / 2 for x in (2 * rank, 2 * rank + 1)]
+    assert gathered.flatten().tolist() == [x * (source + 1) for source in range(n) for x in (0, 1)]
+    first = [sum(ROWS[source][:rank]) for source in range(n)]
+    numbers = [(source, first[source] + i) for source in range(n) for i in range(ROWS[source][rank])]
+    assert rows.tolist() == [[100 * source + 3 * i + j for j in range(3)] for source, i in numbers]
+
+
+def _begun() -> tuple[tuple[Tensor, ...], list[tuple[str, int]]]:
+    group = AxisGroup("ep", dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name)
+    with record_collectives() as log:
+        found = begun(group)
+    return found, [(c.op, c.elements) for c in log]
+
+
+def test_exchanges_can_be_under_way_together(pool) -> None:
+    for n in (2, 4):
+        world, spec = World(n), MeshSpec((("ep", n),))
+        simulated = world.run(lambda r: begun(SimulatedGroups(spec, r, world=world).group("ep")))
+        for rank, (found, log) in enumerate(pool.run(_begun, world=n)):
+            check_begun(n, rank, found)
+            check_begun(n, rank, simulated[rank])
+            told: list[tuple[str, int]] = []
+            group = AxisGroup("ep", n, rank, None, lambda op, g, t, told=told: told.append((op, t.numel())))
+            assert [x.shape for x in begun(group)] == [x.shape for x in found]
+            assert log == [(op.removesuffix("_uneven"), elements) for op, elements in told]
+    x = torch.ones(2, 3)
+    alone = AxisGroup("ep", 1, 0)
+    for pending in (
+        alone.start_all_to_all_uneven(x, [2], [2]),
+        alone.start_all_gather(x),
+        alone.start_reduce_scatter(x),
+    ):
+        assert pending.wait() is x and pending.wait() is x
+
+
 @pytest.mark.parametrize("send, receive", [((1, 1), (1, 1)), ((3,), (3,)), ((1, 2), (2, 0)), ((4, -1), (4, 0))])
 def test_sizes_that_cannot_be_are_refused_before_anything_is_sent(send, receive) -> None:
     with pytest.raises(PlanError) as refusal:

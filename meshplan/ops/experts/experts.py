@@ -71,7 +71,7 @@ def routed_experts(
         levels: for `twolevel`: the ranks at this one's place in every node, and the ranks of its node (see `twolevel.py`).
         payload: `fp8` sends dispatched rows in 8 bits (see `payload.py`); results, and gradients, stay as they are.
         meanwhile: called once while dispatched rows are under way; what it computes has its backward while their gradients are.
-            It may use collectives of other groups. See `with_shared`.
+            It may use collectives, the same ones on all ranks. See `with_shared`.
 
     Returns:
         [T, H] in the dtype of `tokens`.

@@ -1,9 +1,9 @@
 """Rows on their way between ranks, as autograd sees it: gradients go the way back, and other work may run meanwhile.
 
-    forward    start there   (meanwhile)             wait
-    backward   wait          (meanwhile's backward)  start back
+    forward    start there   meanwhile                 wait          read from left to right
+    backward   wait          the backward of meanwhile start back    read from right to left
 
-Autograd runs, of the nodes that are ready, the one made last first: in backward all of `meanwhile` comes between start and wait.
+Of the nodes that are ready autograd runs the one made last: so all of `meanwhile` comes between start and wait in backward too.
 """
 
 from __future__ import annotations

@@ -101,7 +101,8 @@ def test_simulated_ranks_make_the_calls_that_are_announced(way, frozen):
         assert all(world.run(work))
 
 
-def _recorded() -> list[tuple[list[Line], list[Line]]]:
+def _recorded() -> list[tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]]:
+    """With the bytes that leave the rank."""
     found = []
     group = AxisGroup("ep", 4, dist.get_rank(), dist.group.WORLD.group_name)  # type: ignore[union-attr]
     levels = gloo_levels(2)
@@ -109,12 +110,17 @@ def _recorded() -> list[tuple[list[Line], list[Line]]]:
         for case in CASES[:2]:
             with record_collectives() as log:
                 run(rows_of(case)[group.rank], case.experts, group, _options(way, levels))
-            routed = Routed.of(rows_of(case), case.experts, H, DTYPE, WEIGHTS, nodes=2)
-            found.append(([(c.phase, c.op, c.elements, c.dtype) for c in log], said(way, routed, group, levels)))
+            x = Routed.of(rows_of(case), case.experts, H, DTYPE, WEIGHTS, nodes=2)
+            announced = [
+                (phase, sent.call.op, sent.call.elements, _bare(sent.call.dtype), sent.bytes)
+                for phase in ("forward", "backward")
+                for sent in sends("twolevel", x, group, phase=phase, levels=levels, dedup=way == "dedup")
+            ]
+            found.append(([(c.phase, c.op, c.elements, c.dtype, c.wire_bytes) for c in log], announced))
     return found
 
 
-def test_gloo_ranks_make_them_too(pool):
+def test_gloo_ranks_make_them_too_and_send_no_byte_more(pool):
     for rank in pool.run(_recorded):
         for made, announced in rank:
             assert made == announced
