@@ -12,7 +12,7 @@ from torch import Tensor
 from meshplan.errors import PlanError
 from meshplan.mesh.spec import MeshSpec
 from meshplan.ops.experts.contract import Routing
-from meshplan.ops.experts.experts import routed_experts
+from meshplan.ops.experts.experts import routed_experts, with_shared
 from meshplan.ops.experts.grouped import grouped_mlp
 from meshplan.ops.experts.layout import TokenLayout, join_tokens, split_tokens
 from meshplan.runtime.comm import AxisGroup
@@ -144,6 +144,24 @@ def test_etp_ranks_with_tokens_of_their_own(routing, dispatch):
 def test_etp_ranks_with_copies(tokens, dispatch, kind):
     case = Case(tokens, k=3)
     run(case, ETP, ("dp_shard",), ("dp_shard", "tp_ep"), ("tp_ep",), True, {"kind": kind, "dispatch": dispatch})
+
+
+def test_a_shared_expert_that_every_rank_has_is_added_once():
+    """Ranks of etp compute 1 and 2 of a token, and all have the shared expert's 10: that is 13, and not 23."""
+
+    def work(group: AxisGroup) -> tuple[Tensor, Tensor | None]:
+        x = torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
+        chosen, ones = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1, dtype=torch.float64)
+        out = with_shared(
+            x, chosen, ones, lambda x, _: (group.rank + 1) * x, lambda x: 10 * x,
+            experts=1, group=AxisGroup("ep", 1, 0), layout=TokenLayout(etp=group, etp_copies=True),
+        )  # fmt: skip
+        out.backward(torch.ones_like(out))
+        return out.detach(), x.grad
+
+    world, spec = World(2), MeshSpec((("tp", 2),))
+    for out, grad in world.run(lambda rank: work(SimulatedGroups(spec, rank, world=world).group("tp"))):
+        assert torch.equal(out, torch.full((3, 2), 13.0).double()) and torch.equal(grad, out)
 
 
 def _on_gloo(kind: str) -> list[dict[str, Tensor]]:
