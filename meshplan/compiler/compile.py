@@ -362,6 +362,7 @@ def _one_pass(
     leaves = run.result.timeline.reached(tensors_in(out))
     run.result.reached = {name for name, p in local.named_parameters() if id(p) in leaves}
     run.result.kept = refusal_of_kept(run, local)
+    run.result.merged = run.chooser.merged
     return run
 
 
@@ -412,6 +413,7 @@ def _program(bound: Bound, result: Pass, settled: Decisions, axes: list[Axis], e
         calls=frozenset(result.calls),
         decided=tuple(map(final, result.decided)),
         spared=tuple(result.spared),
+        merged=result.merged,
     )
 
 

@@ -33,7 +33,8 @@ class Pass:
     `calls` are (caller, callee) module paths, `repeats` (module, the equal one whose propagation stands for it), in order;
     `reads` are (module, parameter that its own code uses); `kept` is the refusal of what the forward left on a module;
     `reached` are parameters that a backward from the outputs gives a gradient;
-    `decided` has one item a call, for the checks; `spared` are calls that a rank leaves out.
+    `decided` has one item a call, for the checks; `spared` are calls that a rank leaves out;
+    `merged` are (call, result) whose gradients are right in sum alone.
     """
 
     moves: list[tuple[Site, Move, Where | None]] = field(default_factory=list)
@@ -52,6 +53,7 @@ class Pass:
     repeats: list[tuple[str, str]] = field(default_factory=list)
     decided: list[Decided] = field(default_factory=list)
     spared: list[int] = field(default_factory=list)
+    merged: frozenset[tuple[int, int]] = frozenset()
 
 
 class Known:

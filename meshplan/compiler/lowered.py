@@ -75,6 +75,7 @@ class Program:
     checked: Checked = field(default_factory=Checked)
     asked: tuple[bool, ...] = ()  # see `meshplan.compiler.tracing`
     spared: tuple[int, ...] = ()  # calls of the single device that a rank leaves out: see spared.py
+    merged: frozenset[tuple[int, int]] = frozenset()  # (call, result) whose gradients are right in sum: see equal_heads.py
 
 
 @dataclass(frozen=True)

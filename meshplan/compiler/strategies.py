@@ -15,6 +15,7 @@ from meshplan.compiler import aten, experts
 from meshplan.compiler.capture import Call, Ref, Trace
 from meshplan.compiler.context import MARK, ContextAt, inner_of, method_of
 from meshplan.compiler.edits import Replacement
+from meshplan.compiler.equal_heads import EqualHeads
 from meshplan.compiler.experts import ExpertsAt
 from meshplan.compiler.kinds import Kind, replicated, splits
 from meshplan.compiler.layout import Axis
@@ -23,7 +24,7 @@ from meshplan.compiler.rules import semantic
 from meshplan.compiler.rules.base import MISSING, REP, Op, Strategy
 from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups
-from meshplan.ops.attention.legal import check_heads
+from meshplan.ops.attention.legal import check_heads, spared_heads
 from meshplan.ops.experts.call import experts_call
 from meshplan.plan.placements import Mirrored, Shard
 from meshplan.runtime import replace
@@ -31,7 +32,11 @@ from meshplan.runtime.comm import chunk_size
 
 
 class Chooser:
-    """Strategies for the calls of one trace. Recorded aten ops are kept, since every pass and every axis asks again."""
+    """Strategies for the calls of one trace. Recorded aten ops are kept, since every pass and every axis asks again.
+
+    Attributes:
+        merged: (call, number of its result) of repeated key heads of which an operator takes, and gives a gradient to, one a run.
+    """
 
     def __init__(
         self, trace: Trace, groups: Groups, context: ContextAt | None = None, routed: ExpertsAt | None = None
@@ -39,6 +44,8 @@ class Chooser:
         self.trace, self.groups, self.context, self.routed = trace, groups, context, routed
         self._ops: dict[int, tuple[Op, list[int]]] = {}
         self._aten: dict[int, tuple[list[aten.AtenOp], list[Tensor], list[Tensor]]] = {}
+        self._equal: EqualHeads | None = None
+        self.merged: frozenset[tuple[int, int]] = frozenset()
 
     def choose(
         self,
@@ -179,12 +186,17 @@ class Chooser:
         q, k = op.ins[0], op.ins[1]
         method, inner = method_of(s.replace or ""), inner_of(s.replace)
         degrees = {a.name: a.degree for a in axes}
+        equal = self._equal_heads(rec, chosen)
         split = math.prod(degrees[a] for a, other in chosen.items() if a != axis and splits(other.outs[0], 1))
         few = max((o.ins[1].copies for o in chosen.values() if isinstance(o.ins[1], Shard)), default=1)
+        heads = max(k.shape[1] * few // split, 1)
         try:
-            check_heads(q.shape[1] // split, max(k.shape[1] * few // split, 1), degrees[axis], method, inner)
+            check_heads(q.shape[1] // split, heads, degrees[axis], method, inner)
         except PlanError as error:
             raise error.at(rec.where, rec.module) from None
+        sent = spared_heads(heads, equal, {"ulysses": degrees[axis], "hybrid": inner}.get(method) or 1)
+        if sent > 1 and self._equal is not None:
+            self.merged |= self._equal.repeated
         held = s.outs[0]
         order = "zigzag" if isinstance(held, Shard) and isinstance(held.parts, Mirrored) else "contiguous"
         return Replacement(
@@ -193,8 +205,19 @@ class Chooser:
                 ("module", rec.module), ("axis", axis), ("method", method), ("inner", inner),
                 ("size", int(q.shape[-2])), ("order", order), ("global_shape", (*q.shape[:-1], int(k.shape[-2]))),
                 ("shards", tuple(pair for pair in _shards(chosen) if pair[0] != axis)),
+                ("equal_heads", sent),
             ),
         )  # fmt: skip
+
+    def _equal_heads(self, rec: Call, chosen: Mapping[str, Strategy]) -> int:
+        """How many neighbouring key heads, and value heads, the program makes equal; 1 where an axis splits them otherwise than
+        in one stretch a rank."""
+        _, order = self.semantic_op(rec)
+        for s in chosen.values():
+            if any(isinstance(kind, Shard) and kind.dim == 1 and (kind.parts or kind.copies > 1) for kind in s.ins[1:3]):
+                return 1
+        self._equal = self._equal or EqualHeads(self.trace, self.decomposed)
+        return math.gcd(*(self._equal.runs(rec.ins[number], 1) for number in order[1:3]))
 
     def run_replacement(self, r: Replacement, rec: Call, args: Any, kwargs: Any, axes: list[Axis]) -> Any:
         """Run the operator on fake local tensors over abstract groups."""

@@ -154,7 +154,8 @@ class _Comparison:
         entry = self.one.log.entries[i]
         for k, want in entry.grads.items():
             parts = [r.log.entries[i] for r in self.ranks]
-            if any(k in e.handed for e in parts):
+            call = self.claims.get(i)
+            if any(k in e.handed for e in parts) or (call and (call.call.index, k) in self.core.program.merged):
                 continue
             kinds = self._claimed(i, k)
             checked += 1

@@ -83,7 +83,7 @@ def _joined(left: list[int], into: int, src: tuple[int, ...], n: int) -> list[St
 def permutation(op: Op, n: int) -> list[Strategy]:
     """transpose, permute, movedim, t, unsqueeze, squeeze, expand, flip off the dim: follow where each dim goes."""
     x, out = op.ins[0], op.outs[0]
-    moves = [(src, dst) for src, dst in _moves(op) if x.shape[src] == out.shape[dst]]
+    moves = [(src, dst) for src, dst in moved_dims(op) if x.shape[src] == out.shape[dst]]
     if op.name.startswith("squeeze"):
         # A rank whose shard has one row would drop the dim that the others keep.
         moves = [(src, dst) for src, dst in moves if 1 not in chunk_sizes(x.shape[src], n) or _spared(op, src)]
@@ -96,7 +96,8 @@ def _spared(op: Op, dim: int) -> bool:
     return named is not None and dim not in dims_of(named, op.ins[0].dim())
 
 
-def _moves(op: Op) -> list[tuple[int, int]]:
+def moved_dims(op: Op) -> list[tuple[int, int]]:
+    """(dim of the input, dim of the result) of the dims along which elements keep their order; the caller compares lengths."""
     x = op.ins[0]
     nd, name = x.dim(), op.name.rstrip("_")
     if name in ("t", "numpy_T"):

@@ -47,6 +47,7 @@ def context_attention(
     global_shape: Listing[int] | None = None,
     offsets: Listing[int | Runs] = (0, 0),
     keep_gathered: bool = False,
+    equal_heads: int = 1,
     block: Any = None,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` of the whole sequence, for this rank's queries.
@@ -74,6 +75,8 @@ def context_attention(
         global_shape: [B, H, S, S] of the probabilities on one device; default: batch and heads of `query`.
         offsets: where this rank's batch and heads begin in it, or their runs.
         keep_gathered: for `allgather`: hold what was gathered until backward, instead of gathering again.
+        equal_heads: key and value heads are equal in runs of so many, which divide Hkv: the first of each travels and is
+            computed with, and gets the gradient of all of them (the others' is zero).
         block: what computes a block: a module with the functions of `block.py`; by default `fastest_block`. Masks given as
             tensors and dropout are always `block.py`'s own.
 
@@ -87,6 +90,8 @@ def context_attention(
     """
     query, key, value, attn_mask = _as_autocast(query, key, value, attn_mask)
     _check(query, key, value, enable_gqa, group, sequence, sink)
+    if equal_heads > 1:
+        key, value = key[:, ::equal_heads], value[:, ::equal_heads]
     if is_causal:
         if attn_mask is not None:
             raise PlanError(

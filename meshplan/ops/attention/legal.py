@@ -1,6 +1,8 @@
-"""Over how many ranks attention's heads can be exchanged, and the refusal that lists them."""
+"""Over how many ranks attention's heads can be exchanged, the refusal that lists them, and which need not travel."""
 
 from __future__ import annotations
+
+import math
 
 from meshplan.errors import PlanError
 
@@ -35,3 +37,14 @@ def check_heads(q_heads: int, kv_heads: int, degree: int, method: str, inner: in
         code="context-heads",
         legal=f"{what}: {' or '.join(map(str, legal))}; method ring or allgather takes any heads",
     )
+
+
+def spared_heads(kv_heads: int, equal: int, exchanged: int) -> int:
+    """Of how many neighbouring key heads a rank sends one, where they are equal in runs of `equal` on one device.
+
+    Arguments:
+        kv_heads: of one rank, a stretch that begins at a multiple of their number.
+        exchanged: the ranks among which heads are exchanged, 1 for none: each of them is left at least one.
+    """
+    both = math.gcd(kv_heads, equal)
+    return max((n for n in range(1, both + 1) if both % n == 0 and kv_heads // n % exchanged == 0), default=1)
