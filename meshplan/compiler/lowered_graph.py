@@ -252,10 +252,7 @@ class Lowered:
     def _context(self) -> str | None:
         """How attention sees a sequence that cp splits, in words."""
         section = self.core.bound.plan.context
-        if section is None or self.core.spec.degree("cp") == 1:
-            return None
-        inner = f" {section.inner}" if section.inner is not None else ""
-        return f"{section.method}{inner} {'zigzag' if section.zigzags else 'contiguous'}"
+        return None if section is None or self.core.spec.degree("cp") == 1 else section.title
 
     def _rules(self) -> list[str]:
         """What each rule says once its shorthand is written out for the first module it matched."""

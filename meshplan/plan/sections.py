@@ -149,6 +149,12 @@ class Context(Section):
         """Whether sequences are dealt in zigzag order: ulysses has every position of its heads, so it has nothing to balance."""
         return self.balance == "zigzag" and self.method != "ulysses"
 
+    @property
+    def title(self) -> str:
+        """The method, and the order where there is one to choose: `ring zigzag`, `hybrid 2 contiguous`, `ulysses`."""
+        inner = "" if self.inner is None else f" {self.inner}"
+        return self.method + inner + ("" if self.method == "ulysses" else f" {self.balance}")
+
     def _check(self) -> None:
         self._paths("attention")
         self._choice("method", METHODS)

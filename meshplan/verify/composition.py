@@ -17,7 +17,7 @@ def composition(plan: Plan, spec: MeshSpec) -> str:
     if plan.fsdp is not None and plan.fsdp.strategy != "zero3":
         extras.append(plan.fsdp.strategy)
     if plan.context is not None and spec.degree("cp") > 1:
-        extras.append(f"{plan.context.method} {plan.context.balance}")
+        extras.append(plan.context.title)
     if plan.experts is not None:
         degrees = f"ep {plan.experts.ep}" + (f" x etp {plan.experts.etp}" if plan.experts.etp > 1 else "")
         extras.append(f"{degrees} {plan.experts.dispatch}")
