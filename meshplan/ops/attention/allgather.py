@@ -46,11 +46,12 @@ class _AllGather(torch.autograd.Function):
         ring: Ring,
         keep: bool,
     ) -> Tensor:
-        block, scale, sequence, group = ring
+        _, scale, sequence, group = ring
         keys, values = _gathered(k, v, ring)
+        full = replace(mask, bias=bias, sink=sink)
+        block = ring.able(full)
         with exactly(q.device):
             state = block.new_state(q, v)
-            full = replace(mask, bias=bias, sink=sink)
             fold(block, state, q, keys, values, sequence.runs(group.rank), ((0, sequence.size),), full, scale)
             out, lse = block.finish(state, q.dtype, sink)
         ctx.save_for_backward(q, *((keys, values) if keep else (k, v)), out, lse, bias, sink)
@@ -61,14 +62,15 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         require_first("attention")
         q, k, v, out, lse, bias, sink = ctx.saved_tensors
-        block, scale, sequence, group = ctx.ring
+        _, scale, sequence, group = ctx.ring
+        full = replace(ctx.mask, bias=bias, sink=sink)
+        block = ctx.ring.able(full)
         keys, values = (k, v) if ctx.keep else _gathered(k, v, ctx.ring)
         dtype = wide(q.dtype)
         with exactly(q.device):
             delta = block.delta(out, grads[0])
             dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, keys, values))
             dbias = torch.zeros_like(bias, dtype=dtype) if ctx.needs_input_grad[3] else None
-            full = replace(ctx.mask, bias=bias, sink=sink)
             at = (sequence.runs(group.rank), ((0, sequence.size),))
             unfold(block, q, keys, values, grads[0], lse, delta, *at, full, scale, dq, dk, dv, dbias)
             dsink = None if sink is None else sink_gradient(sink, lse, delta)

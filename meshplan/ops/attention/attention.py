@@ -15,6 +15,7 @@ from meshplan.ops.attention import block as plain
 from meshplan.ops.attention.allgather import allgather_attention
 from meshplan.ops.attention.dropped import Dropped
 from meshplan.ops.attention.mask import Mask
+from meshplan.ops.attention.recognise import by_position
 from meshplan.ops.attention.ring import Ring, ring_attention
 from meshplan.ops.attention.sequence import Sequence
 from meshplan.ops.attention.ulysses import hybrid_attention, ulysses_attention
@@ -77,8 +78,8 @@ def context_attention(
         keep_gathered: for `allgather`: hold what was gathered until backward, instead of gathering again.
         equal_heads: key and value heads are equal in runs of so many, which divide Hkv: the first of each travels and is
             computed with, and gets the gradient of all of them (the others' is zero).
-        block: what computes a block: a module with the functions of `block.py`; by default `fastest_block`. Masks given as
-            tensors and dropout are always `block.py`'s own.
+        block: what computes a block: a module with the functions of `block.py`; by default `fastest_block`. Masks that stay
+            tensors (`recognise.py`) and dropout are always `block.py`'s own.
 
     Returns:
         [B, H, S/n, Dv] in the dtype of `query`. The gradients of shards are those of the whole; a mask, bias or sink that ranks
@@ -109,9 +110,9 @@ def context_attention(
         _dropped(dropout_p, stream, global_shape, offsets, query, sequence),
     )
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if mask.bias is not None or mask.dropped is not None:
-        block = plain
-    elif block is None:
+    if method in ("ring", "allgather"):  # where heads are exchanged, rows are first
+        mask = by_position(mask, sequence.runs(group.rank), query.shape[0])
+    if block is None:
         block = fastest_block(query.device.type, query.dtype, max(query.shape[-1], value.shape[-1]), scale)
     ring = Ring(block, scale, sequence, group)
     if method == "ring":

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshplan.ops.attention import block as plain
 from meshplan.ops.attention.mask import Mask, exactly, fold, sink_gradient, unfold
 from meshplan.ops.attention.message import pack, unpack
 from meshplan.ops.attention.sequence import Sequence
@@ -34,6 +35,10 @@ class Ring(NamedTuple):
     scale: float
     sequence: Sequence
     group: AxisGroup
+
+    def able(self, mask: Mask) -> Any:
+        """What computes a block under `mask`: tensors and dropout are taken by the plain one only."""
+        return self.block if mask.bias is None and mask.dropped is None else plain
 
 
 class Kept(NamedTuple):
@@ -57,8 +62,8 @@ class Gradients(NamedTuple):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, ring: Ring) -> Kept:
     """Attention of local `q` [B, H, S/n, D] over the `k` and `v` [B, Hkv, S/n, ...] of all ranks, as plain tensors."""
-    block, scale, sequence, group = ring
-    n, rank = group.size, group.rank
+    _, scale, sequence, group = ring
+    block, n, rank = ring.able(mask), group.size, group.rank
     state = block.new_state(q, v)
     message = pack(k, v)
     for hop in range(n):
@@ -76,9 +81,9 @@ def attend_backward(
 ) -> Gradients:
     """The gradients of `attend` for the gradient `dout` of its result, with the shapes of a rank's k and v; that of `mask.bias`
     only with `bias_grad`."""
-    block, scale, sequence, group = ring
+    _, scale, sequence, group = ring
     q, message, out, lse = kept
-    n, rank, dtype = group.size, group.rank, wide(q.dtype)
+    block, n, rank, dtype = ring.able(mask), group.size, group.rank, wide(q.dtype)
     delta = block.delta(out, dout)
     dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     dbias = torch.zeros_like(mask.bias, dtype=dtype) if bias_grad and mask.bias is not None else None

@@ -20,6 +20,7 @@ from torch import Tensor
 from meshplan.ops.attention.exchange import Exchange
 from meshplan.ops.attention.legal import check_heads
 from meshplan.ops.attention.mask import Mask, exactly
+from meshplan.ops.attention.recognise import by_position
 from meshplan.ops.attention.ring import Kept, Ring, attend, attend_backward
 from meshplan.ops.attention.sequence import Sequence
 from meshplan.ops.derivative import require_first
@@ -76,6 +77,7 @@ class _Exchanged(torch.autograd.Function):
     ) -> Tensor:
         with exactly(q.device):
             mine = exchange.mask(replace(mask, bias=bias, sink=sink), q.shape[1])
+            mine = by_position(mine, ring.sequence.runs(ring.group.rank), q.shape[0])
             heads = exchange.to_heads(q), exchange.keys_to_heads(k), exchange.keys_to_heads(v)
             kept = attend(*heads, mine, ring)
             out = exchange.to_rows(kept.out)

@@ -31,6 +31,8 @@ class Case:
 
 
 KINDS = "full causal window band documents bool bool-row bias bias-head bias-row sink dropout".split()
+TOLD = "causal window documents packed".split()
+"""Masks of position and document that a case hands over as a tensor: `tensor causal`."""
 
 
 def tensors(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -70,23 +72,29 @@ def documents(size: int) -> Tensor:
     return torch.stack([ids, other])
 
 
+def packed(size: int) -> Tensor:
+    """Document ids of two rows without padding."""
+    return torch.stack([torch.arange(size) // 7, torch.arange(size) // 11])
+
+
 def visible(case: Case) -> Tensor:
     """Boolean [B, 1, S, S], from the definition."""
     at, to = torch.arange(case.size).unsqueeze(1), torch.arange(case.size)
+    kind = case.kind.removeprefix("tensor ")
     seen = {
         "causal": to <= at,
         "dropout": to <= at,
         "window": (to <= at) & (to >= at - 4),
         "band": (to <= at + 5) & (to >= at - 2),
-    }.get(case.kind, torch.ones(case.size, case.size, dtype=torch.bool))
+    }.get(kind, torch.ones(case.size, case.size, dtype=torch.bool))
     if case.kind == "bool":
         seen = torch.rand(case.size, case.size, generator=torch.Generator().manual_seed(3)) > 0.6
         seen[5] = False  # a row that sees nothing
     if case.kind == "bool-row":
         seen = (torch.rand(1, case.size, generator=torch.Generator().manual_seed(4)) > 0.3).expand(case.size, -1)
     seen = seen.expand(B, 1, -1, -1)
-    if case.kind == "documents":
-        ids = documents(case.size)
+    if kind in ("documents", "packed"):
+        ids = documents(case.size) if kind == "documents" else packed(case.size)
         seen = seen & (to <= at) & (ids[:, None, :, None] == ids[:, None, None, :]) & (ids[:, None, :, None] >= 0)
     return seen
 
@@ -131,7 +139,7 @@ def on_rank(case: Case, balance: str, groups: Callable[..., Any], dtype: torch.d
             bias if bias.shape[-2] == 1 else sequence.cut(bias, bias.dim() - 2, group.rank)
         ).requires_grad_()
         told["attn_mask"] = mine["bias"]
-    if case.kind in ("bool", "bool-row"):
+    if case.kind in ("bool", "bool-row") or case.kind.startswith("tensor"):
         seen = visible(case)
         told["attn_mask"] = seen[:, :, :1] if case.kind == "bool-row" else sequence.cut(seen, 2, group.rank)
     if "sink" in whole:

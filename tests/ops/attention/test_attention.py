@@ -95,7 +95,8 @@ def test_another_block_computes_unless_it_cannot():
     assert all(set(kwargs) == {"q_docs", "k_docs"} for kwargs in calls)
     calls.clear()
     q, k, v = qkv()
-    context_attention(q, k, v, torch.ones(12, 12, dtype=torch.bool), **ALONE, block=other)
+    holes = torch.arange(12)[:, None] != torch.arange(1, 13)  # of any shape, unlike a mask of position and document
+    context_attention(q, k, v, holes, **ALONE, block=other)
     context_attention(q, k, v, None, 0.1, **ALONE, stream=1, block=other)
     assert calls == []
 
