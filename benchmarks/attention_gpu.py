@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import attention_peers
 from benchmarks.attention_compile import table, write_section
 from meshplan.kernels.attention import block
 from meshplan.ops.attention import block as plain
@@ -195,13 +197,15 @@ def checks(
         d = (dims or [(128, 128)])[0]
         given = inputs(1, heads, (size, size), d, dtype, device)
         split = [Inputs(*parts) for parts in zip(*(shards(x, RANKS) for x in given), strict=True)]
-        results = ring_forward(split, causal)
-        grads = zip(*ring_backward(split, results, causal), strict=True)
-        got = Outcome(*(gathered(list(x)) for x in zip(*results, strict=True)), *(gathered(list(x)) for x in grads))
         want = once(Inputs(*(x.double() for x in given)), Span(0, 0, right=0 if causal else None), by=plain)
-        error = errors(got, want)
-        yield {"d": f"{d[0]}", "dtype": _name(dtype), "mask": f"ring of {RANKS}, {'causal' if causal else 'full'}",
-               "error": error, "equal bits": True, "right": error <= TOLERANCE[dtype]}  # fmt: skip
+        results = ring_forward(split, causal)
+        grads = ring_backward(split, results, causal)
+        passed = [(*result, *grad) for result, grad in zip(results, grads, strict=True)]
+        pulled = attention_peers.attention(split, block, partial(zigzag, chunk=size // RANKS // 2, causal=causal))
+        for name, found in (("ring", passed), ("ring of peers", list(pulled))):
+            error = errors(Outcome(*(gathered(list(x)) for x in zip(*found, strict=True))), want)
+            yield {"d": f"{d[0]}", "dtype": _name(dtype), "mask": f"{name}, {RANKS} ranks, {'causal' if causal else 'full'}",
+                   "error": error, "equal bits": True, "right": error <= TOLERANCE[dtype]}  # fmt: skip
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -287,8 +291,9 @@ def page(facts: str, rows: list[dict[str, Any]] | None, checked: int = 0) -> str
     """The section of the page."""
     how = (
         "`python -m benchmarks.attention_gpu --page docs/attention_kernels.md` on a machine with one GPU first compares every\n"
-        "head dim, mask and dtype with float64, and the ring, then times forward and backward in bfloat16 beside cuDNN's and\n"
-        f"flash attention in torch and a plain matmul: {TOKENS:,} tokens, {WIDTH:,} wide. *Ring of {RANKS}* is the work of\n"
+        "head dim, mask and dtype with float64, and the ring, also through peers' windows, then times forward and backward in\n"
+        "bfloat16 beside cuDNN's and flash attention in torch and a plain matmul: "
+        f"{TOKENS:,} tokens, {WIDTH:,} wide. *Ring of {RANKS}* is the work of\n"
         f"{RANKS} ranks in zigzag order on the one device, hop by hop, without any transfer. TFLOP/s count 2 products forward\n"
         "and 5 backward."
     )

@@ -19,7 +19,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,28 +28,13 @@ import triton.language as tl
 from torch import Tensor
 
 from meshplan.errors import PlanError
+from meshplan.runtime.peer_ring import SLOTS, Coming, PeerRing, PullRing
 
-_SLOTS = 2
 _WORD = 4
 """Bytes of what is copied at a time and of a flag: an int32."""
 _PROGRAMS = 16
 """Programs that pull: enough to fill NVLink, few enough to leave the chip to the attention that runs beside them."""
 _BLOCK = 4096
-
-
-class PeerRing(Protocol):
-    """How messages of equal size get around. All ranks make the same calls in the same order."""
-
-    def share(self, message: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(rank, its message) of every rank, this one first, then the next, ...: while one is used the next is on its way.
-
-        To be run to the end. A message that was yielded is good until the next is asked for.
-        """
-        ...
-
-    def collect(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum over ranks of their `parts[this rank]`, own first, then the next rank's, ...: at every run the same bits."""
-        ...
 
 
 class Memory(NamedTuple):
@@ -70,7 +55,7 @@ class Memory(NamedTuple):
 
 def region_size(window: int, ranks: int) -> int:
     """Bytes that a rank's windows and flags take."""
-    return _SLOTS * window + 2 * ranks * _WORD
+    return SLOTS * window + 2 * ranks * _WORD
 
 
 def open_ring(group: dist.ProcessGroup, window: int, device: torch.device) -> PeerRing:
@@ -85,6 +70,12 @@ def open_ring(group: dist.ProcessGroup, window: int, device: torch.device) -> Pe
     dist.all_gather_object(places, (socket.gethostname(), reach and all(peers)), group)
     if len({host for host, _ in places}) > 1 or not all(reachable for _, reachable in places):
         return P2PRing(group)
+    return symmetric_ring(group, window, device)
+
+
+def symmetric_ring(group: dist.ProcessGroup, window: int, device: torch.device) -> SymmetricRing:
+    """A ring through peers' memory over `group`, all of whose devices reach each other. Every rank calls it, with an equal
+    `window`, a multiple of 16 bytes."""
     from torch.distributed import _symmetric_memory as symmetric
 
     symmetric.set_backend("CUDA")
@@ -101,18 +92,18 @@ def _others(device: torch.device) -> list[int]:
     return [d for d in range(torch.cuda.device_count()) if d != device.index]
 
 
-class SymmetricRing:
-    """`PeerRing` over mapped memory."""
+class SymmetricRing(PullRing):
+    """`PullRing` over mapped memory."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.rank, self.ranks = memory.rank, len(memory.pointers)
         device = memory.local.device
-        flags = memory.local[_SLOTS * memory.window :].view(torch.int32)
+        flags = memory.local[SLOTS * memory.window :].view(torch.int32)
         self.ready, self.taken = flags[: self.ranks], flags[self.ranks :]
         start = torch.tensor(memory.pointers, dtype=torch.int64, device=device)
         self.windows = start
-        self.ready_at = start + _SLOTS * memory.window
+        self.ready_at = start + SLOTS * memory.window
         self.taken_at = self.ready_at + self.ranks * _WORD
         self.epoch = 0
         self.readers: dict[int, int | None] = {}
@@ -121,26 +112,7 @@ class SymmetricRing:
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.handle: Any = None
 
-    def share(self, message: Tensor) -> Iterator[tuple[int, Tensor]]:
-        epoch = self._publish(message, None)
-        order = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
-        coming = [self._pull(source, epoch, message, at % 2) for at, source in enumerate(order[:1])]
-        yield self.rank, message
-        for at, source in enumerate(order):
-            if at + 1 < len(order):
-                coming.append(self._pull(order[at + 1], epoch, message, (at + 1) % 2))
-            yield source, self._arrived(coming[at])
-
-    def collect(self, parts: Sequence[Tensor]) -> Tensor:
-        total = parts[self.rank].clone()
-        for step in range(1, self.ranks):
-            target, source = (self.rank - step) % self.ranks, (self.rank + step) % self.ranks
-            epoch = self._publish(parts[target], target)
-            total += self._arrived(self._pull(source, epoch, total, step % 2))
-        return total
-
-    def _publish(self, message: Tensor, reader: int | None) -> int:
-        """Put `message` into the window for `reader` (None: every peer). Returns its epoch."""
+    def publish(self, message: Tensor, reader: int | None) -> int:
         words = _words(message)
         if words.numel() * _WORD > self.memory.window:
             raise PlanError(
@@ -149,26 +121,25 @@ class SymmetricRing:
                 legal="`open_ring` with the size of the largest message",
             )
         self.epoch += 1
-        before = self.epoch - _SLOTS
+        before = self.epoch - SLOTS
         if before > 0:
             whom = self.readers.pop(before)
             first, count = (0, self.ranks) if whom is None else (whom, 1)
             wait_kernel[(count,)](self.taken, first, self.rank, before)
-        slot = self.memory.local.view(torch.int32)[self.epoch % _SLOTS * self.memory.window // _WORD :]
+        slot = self.memory.local.view(torch.int32)[self.epoch % SLOTS * self.memory.window // _WORD :]
         slot[: words.numel()].copy_(words)
         self.readers[self.epoch] = reader
         publish_kernel[(self.ranks,)](self.ready_at, self.rank, self.epoch)
         return self.epoch
 
-    def _pull(self, source: int, epoch: int, like: Tensor, landing: int) -> tuple[Tensor, Any]:
-        """Start to copy the message of `source`, which looks like `like`; the copy, and when it has arrived."""
+    def pull(self, source: int, epoch: int, like: Tensor, landing: int) -> Coming:
         words = like.numel() * like.element_size() // _WORD
         space = self.landing[landing].view(torch.int32)[:words]
         with self._beside():
             pull_kernel[(_PROGRAMS,)](
                 self.windows,
                 source,
-                epoch % _SLOTS * self.memory.window // _WORD,
+                epoch % SLOTS * self.memory.window // _WORD,
                 space,
                 words,
                 self.ready,
@@ -179,13 +150,7 @@ class SymmetricRing:
                 BLOCK=_BLOCK,
             )
             arrived = self.side.record_event() if self.side is not None else None
-        return space.view(like.dtype).view(like.shape), arrived
-
-    def _arrived(self, coming: tuple[Tensor, Any]) -> Tensor:
-        message, arrived = coming
-        if arrived is not None:
-            torch.cuda.current_stream(message.device).wait_event(arrived)
-        return message
+        return _Pulled(space.view(like.dtype).view(like.shape), arrived)
 
     def _beside(self) -> AbstractContextManager[Any]:
         """On the stream of the copies, behind what was asked of the current one: what used the landing place is among it."""
@@ -193,6 +158,18 @@ class SymmetricRing:
             return nullcontext()
         self.side.wait_stream(torch.cuda.current_stream(self.side.device))
         return torch.cuda.stream(self.side)
+
+
+class _Pulled(NamedTuple):
+    """The place that a kernel copies a message to, and the event behind it (None: it has been copied)."""
+
+    message: Tensor
+    arrived: Any
+
+    def wait(self) -> Tensor:
+        if self.arrived is not None:
+            torch.cuda.current_stream(self.message.device).wait_event(self.arrived)
+        return self.message
 
 
 class P2PRing:

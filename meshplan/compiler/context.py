@@ -14,18 +14,24 @@ from meshplan.plan.sections import Context
 
 AXIS = "cp"
 MARK = "context:"
-"""Begins the name of a semantic operator that is attention over a split sequence: `context:ring`, `context:hybrid:2`."""
+"""Begins the name of a semantic operator that is attention over a split sequence: `context:ring`, `context:hybrid:2`,
+`context:ring@peer`."""
 
 
 def method_of(operator: str) -> str:
     """The method of an operator of `MARK`."""
-    return operator.removeprefix(MARK).partition(":")[0]
+    return operator.removeprefix(MARK).partition("@")[0].partition(":")[0]
 
 
 def inner_of(operator: str | None) -> int | None:
     """The neighbours among which a hybrid operator exchanges heads, None for others."""
     inner = operator.removeprefix(MARK).partition(":")[2] if operator and operator.startswith(MARK) else ""
     return int(inner) if inner else None
+
+
+def transport_of(operator: str) -> str:
+    """How the messages of an operator of `MARK` travel."""
+    return operator.partition("@")[2] or "send"
 
 
 RINGS = ("ring", "hybrid")
@@ -46,7 +52,8 @@ class ContextAt:
         if section is None or spec.degree(AXIS) == 1:
             return None
         inner = f":{section.inner}" if section.inner is not None else ""
-        return cls(bound.attention, f"{MARK}{section.method}{inner}")
+        transport = f"@{section.transport}" if section.transport != "send" else ""
+        return cls(bound.attention, f"{MARK}{section.method}{inner}{transport}")
 
     @staticmethod
     def split(spec: MeshSpec, section: Context | None) -> MeshSpec:

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshplan import compat
 from meshplan.compiler import aten, experts
 from meshplan.compiler.capture import Call, Ref, Trace
-from meshplan.compiler.context import MARK, ContextAt, inner_of, method_of
+from meshplan.compiler.context import MARK, ContextAt, inner_of, method_of, transport_of
 from meshplan.compiler.edits import Replacement
 from meshplan.compiler.equal_heads import EqualHeads
 from meshplan.compiler.experts import ExpertsAt
@@ -205,7 +205,7 @@ class Chooser:
                 ("module", rec.module), ("axis", axis), ("method", method), ("inner", inner),
                 ("size", int(q.shape[-2])), ("order", order), ("global_shape", (*q.shape[:-1], int(k.shape[-2]))),
                 ("shards", tuple(pair for pair in _shards(chosen) if pair[0] != axis)),
-                ("equal_heads", sent),
+                ("equal_heads", sent), ("transport", transport_of(s.replace or "")),
             ),
         )  # fmt: skip
 

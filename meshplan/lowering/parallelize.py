@@ -39,6 +39,7 @@ from meshplan.mesh.rankmap import log_rank_map
 from meshplan.mesh.spec import DATA_AXES, MeshSpec
 from meshplan.ops.dropout import DropoutStreams
 from meshplan.plan.plan import Plan, as_regions
+from meshplan.runtime import peers
 from meshplan.runtime.batch import remember
 from meshplan.runtime.gradients import Gradients, Reduction, same
 from meshplan.runtime.init import init_weights
@@ -110,6 +111,8 @@ def parallelize(
     core, spec = lowered.core, lowered.core.spec
     device_type = _device_type(real)
     groups: Groups = build_groups(spec, device_type, _axes_sets(core)) if real else abstract_groups(spec, rank)
+    if plan.context is not None and plan.context.transport == "peer" and (cp := groups.group("cp")).name is not None:
+        peers.require(cp.name, cp.axis, device_type)
     log_rank_map(spec, rank, view=core.experts.view if core.experts else None)
     tensor_axes = tuple(name for name, n in spec.axes if n > 1 and spec.parent(name) not in DATA_AXES and name != "pp")
     meta = any(p.is_meta for p in model.parameters())

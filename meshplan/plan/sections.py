@@ -28,6 +28,7 @@ from meshplan.plan.values import (
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 METHODS = ("ring", "ulysses", "allgather", "hybrid")
 BALANCES = ("zigzag", "contiguous")
+TRANSPORTS = ("send", "peer")
 DISPATCHES = ("auto", "alltoall", "allgather", "fused")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 POLICIES = ("full", "none")
@@ -136,6 +137,8 @@ class Context(Section):
         method: `ring`, `ulysses`, `allgather`, or `hybrid` (ulysses inside groups of `inner`, ring across them).
         balance: `zigzag` gives each rank an early and a late part of the sequence, `contiguous` one run.
         inner: ranks of one ulysses group; for `hybrid`, and only there.
+        transport: how the messages of `ring` travel: `send` from neighbour to neighbour, or `peer`: each rank reads them out of
+            the others' memory, on one node.
     """
 
     name: ClassVar[str] = "context"
@@ -143,6 +146,7 @@ class Context(Section):
     method: str = "ring"
     balance: str = "zigzag"
     inner: int | None = None
+    transport: str = "send"
 
     @property
     def zigzags(self) -> bool:
@@ -153,12 +157,21 @@ class Context(Section):
     def title(self) -> str:
         """The method, and the order where there is one to choose: `ring zigzag`, `hybrid 2 contiguous`, `ulysses`."""
         inner = "" if self.inner is None else f" {self.inner}"
-        return self.method + inner + ("" if self.method == "ulysses" else f" {self.balance}")
+        by = "" if self.transport == "send" else f" by {self.transport}"
+        return self.method + inner + ("" if self.method == "ulysses" else f" {self.balance}") + by
 
     def _check(self) -> None:
         self._paths("attention")
         self._choice("method", METHODS)
         self._choice("balance", BALANCES)
+        self._choice("transport", TRANSPORTS)
+        if self.transport != "send" and self.method != "ring":
+            raise PlanError(
+                f"context.method {self.method!r} has no transport {self.transport!r}",
+                code="bad-value",
+                where=self.source.child("transport").where,
+                legal="transport: send, or method: ring",
+            )
         if (self.method == "hybrid") != (self.inner is not None):
             need = "needs" if self.method == "hybrid" else "has no use for"
             raise PlanError(

@@ -12,7 +12,9 @@ from meshplan.mesh.topology import Topology, link_use
 from meshplan.report.units import bytes_text, count_text
 
 # What a collective alone says about layouts, where no boundary describes it.
-_IMPLIED = {"all_gather": "S -> R", "reduce_scatter": "P -> S", "all_reduce": "P -> R", "all_to_all": "S -> S", "send": "ring"}
+_IMPLIED = {"all_gather": "S -> R", "reduce_scatter": "P -> S", "all_reduce": "P -> R", "all_to_all": "S -> S"} | dict.fromkeys(
+    ("send", "peer_pull"), "ring"
+)
 
 
 @dataclass(frozen=True)

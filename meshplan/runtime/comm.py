@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshplan import compat
 from meshplan.errors import PlanError
+from meshplan.runtime import peers
 
 _ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE, _ALL_TO_ALL, _WAIT = compat.functional_collectives()
 
@@ -206,6 +207,27 @@ class AxisGroup:
             return Pending(came)
         to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
         return Pending(came, x, compat.exchange(self.name, x, to, came, source))
+
+    def share(self, message: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Every rank's `message`, pulled out of its memory once: see `PeerRing.share`."""
+        if self.size == 1:
+            return iter([(self.rank, message)])
+        if self.name is not None:
+            return peers.share(self.name, message)
+        came = [torch.empty_like(message) for _ in range(self.size - 1)]
+        for x in came:
+            self._tell("peer_pull", x)
+        return iter([(self.rank, message), *(((self.rank + step) % self.size, x) for step, x in enumerate(came, 1))])
+
+    def collect(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum of what all ranks have for this one, pulled out of their memory: see `PeerRing.collect`."""
+        if self.size == 1:
+            return parts[0]
+        if self.name is not None:
+            return peers.collect(self.name, parts)
+        for _ in range(self.size - 1):
+            self._tell("peer_pull", parts[self.rank])
+        return parts[self.rank].clone()
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's shard of a replicated `x` along `dim`: a view, no communication."""

@@ -22,7 +22,7 @@ class Collective:
     Attributes:
         sequence: 0-based position in the program of this rank.
         phase: forward, backward or optimizer.
-        op: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send or recv; also reduce, gather, scatter.
+        op: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send, recv or peer_pull; also reduce, gather, scatter.
         ranks: global ranks of the process group, in group order.
         axis: what `device_mesh_names` calls these ranks, or None.
         dtype: torch's bare name, such as "float64".
@@ -61,11 +61,12 @@ def wire_bytes(op: str, nbytes: int, n: int) -> int:
 
     Ring algorithms (Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005):
     all_gather and reduce_scatter pass n - 1 of n chunks on, all_reduce is the two in a row. all_to_all keeps one of n
-    chunks. A pipelined broadcast (and reduce) passes all of it on once. recv sends nothing.
+    chunks. A pipelined broadcast (and reduce) passes all of it on once. recv sends nothing. For each message that a rank pulls
+    from a peer, a peer pulls one from it.
     """
     if n == 1 or op == "recv":
         return 0
-    if op in ("send", "broadcast", "reduce"):
+    if op in ("send", "broadcast", "reduce", "peer_pull"):
         return nbytes
     return (2 if op == "all_reduce" else 1) * (n - 1) * nbytes // n
 
@@ -134,7 +135,7 @@ class _Recorder(compat.TorchDispatchMode):
         # A wrapper (DTensor, AsyncCollectiveTensor) unwraps itself first; the call then returns here on plain tensors.
         if any(hasattr(t, "__tensor_flatten__") for t in types):
             return NotImplemented
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor", "meshplan"):
             self._record(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -200,4 +201,5 @@ _FUNCTIONAL = {
     "_c10d_functional::isend": ("send", "tensor"),
     "_c10d_functional::irecv": ("recv", "tensor"),
     "_dtensor::shard_dim_alltoall": ("all_to_all", "input"),
+    "meshplan::peer_pull": ("peer_pull", "message"),
 }

@@ -154,7 +154,7 @@ def _context_attention(settings: Mapping[str, Any], groups: Groups, streams: Dro
         key = streams.key(module) if streams is not None and a.get("dropout_p") else 0
         return context_attention(
             **a, group=group, inner_group=inner, outer_group=outer, method=settings["method"], sequence=order, stream=key,
-            global_shape=shape, offsets=(batch, head), equal_heads=settings["equal_heads"],
+            global_shape=shape, offsets=(batch, head), equal_heads=settings["equal_heads"], transport=settings["transport"],
         )  # fmt: skip
 
     return run

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,6 +180,18 @@ class SimulatedGroup(AxisGroup):
         if self.size == 1:
             return Pending(x)
         return Pending(self._everyone(f"shift by {by}", x)[(self.rank - by) % self.size])
+
+    def share(self, message: Tensor) -> Iterator[tuple[int, Tensor]]:
+        if self.size == 1:
+            return super().share(message)
+        came = self._everyone("share", message)
+        return iter([((self.rank + step) % self.size, came[(self.rank + step) % self.size]) for step in range(self.size)])
+
+    def collect(self, parts: Sequence[Tensor]) -> Tensor:
+        if self.size == 1:
+            return super().collect(parts)
+        theirs = self._everyone("collect", torch.stack(list(parts)))
+        return functools.reduce(operator.add, [theirs[(self.rank + step) % self.size][self.rank] for step in range(self.size)])
 
     def _everyone(self, op: str, x: Tensor, equal: bool = True) -> list[Tensor]:
         parts = self.world.exchange(self.key, self.size, self.rank, f"{op} over {self.axis}", x)

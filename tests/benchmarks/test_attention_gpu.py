@@ -23,7 +23,8 @@ SMALL = {"lengths": (18, 13), "dims": [(16, 16)], "dtypes": (torch.float32,), "h
 @interpreted
 def test_the_checks_pass_on_right_kernels_the_ring_among_them():
     rows = list(checks("cpu", **SMALL))
-    assert [row["mask"] for row in rows] == [*SPANS, "ring of 4, full", "ring of 4, causal"]
+    rings = [f"{ring}, 4 ranks, {mask}" for mask in ("full", "causal") for ring in ("ring", "ring of peers")]
+    assert [row["mask"] for row in rows] == [*SPANS, *rings]
     assert all(row["right"] for row in rows), rows
 
 
@@ -33,8 +34,9 @@ def test_a_kernel_that_ignores_a_bound_fails_the_checks():
         forward = block.forward
         patch.setattr(block, "forward", lambda q, k, v, span, *rest: forward(q, k, v, Span(0, 0), *rest))
         right = {row["mask"]: row["right"] for row in checks("cpu", **SMALL)}
-    assert right["full"] and right["ring of 4, full"]
-    assert not any(right[mask] for mask in ("causal", "window", "keys after", "documents", "ring of 4, causal"))
+    assert right["full"] and right["ring, 4 ranks, full"] and right["ring of peers, 4 ranks, full"]
+    wrong = ("causal", "window", "keys after", "documents", "ring, 4 ranks, causal", "ring of peers, 4 ranks, causal")
+    assert not any(right[mask] for mask in wrong)
 
 
 def test_parts_of_a_zigzag_ring_are_what_each_rank_sees():

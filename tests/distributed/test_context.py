@@ -44,8 +44,12 @@ def rules(tp: bool, sp: bool) -> list[mp.Rule]:
     return [*found, mp.Rule("tok_embeddings", **end)] if sp else found
 
 
-def plan(mesh: dict[str, int], method: str, balance: str = "zigzag", sp: bool = False, **sections: Any) -> mp.Plan:
-    context: dict[str, Any] = {"attention": ["layers.*.attention"], "method": method, "balance": balance}
+def plan(
+    mesh: dict[str, int], method: str, balance: str = "zigzag", sp: bool = False, transport: str = "send", **sections: Any
+) -> mp.Plan:
+    context: dict[str, Any] = {
+        "attention": ["layers.*.attention"], "method": method, "balance": balance, "transport": transport,
+    }  # fmt: skip
     if method == "hybrid":
         context["inner"] = 2
     tokens = mp.Input(shape=(2, SEQ), dtype=torch.int64, place=PLACE)
@@ -62,6 +66,9 @@ FSDP = {"fsdp": {"units": ["layers.*"]}}
 CASES = {
     "ring": plan({"cp": 4}, "ring"),
     "ring contiguous": plan({"cp": 2}, "ring", "contiguous"),
+    "ring of peers + fsdp + recompute": plan(
+        {"cp": 2}, "ring", transport="peer", **FSDP, recompute={"units": ["layers.*"], "policy": "full"}
+    ),
     "hybrid": plan({"cp": 4}, "hybrid"),
     "ulysses + fsdp": plan({"cp": 2}, "ulysses", **FSDP),
     "allgather x dp_shard": plan({"dp_shard": 2, "cp": 2}, "allgather", **FSDP),
@@ -216,6 +223,18 @@ def test_a_ring_sends_its_keys_and_values_un_repeated():
     kv = 2 * 2 * 6 * 4 * 2
     assert [(c.op, c.elements) for c in sent if c.phase == "forward"] == [("send", kv), ("recv", kv)] * 3
     assert sum(c.elements for c in sent if c.phase == "backward" and c.op == "send") == 2 * 3 * kv
+
+
+def test_a_ring_of_peers_pulls_what_a_ring_sends():
+    sent, pulled = (mp.lower(small_llama(), plan({"cp": 4}, "ring", transport=t), 4) for t in ("send", "peer"))
+
+    def moved(low: Any, phase: str) -> int:
+        return sum(c.to_json()["wire_bytes"] for c in low.collectives if c.axis == "cp" and c.phase == phase and c.what != "fsdp")
+
+    assert {c.op for c in pulled.collectives if c.module == "layers.0.attention"} == {"peer_pull"}
+    for phase in ("forward", "backward"):
+        assert moved(pulled, phase) == moved(sent, phase) > 0
+    assert "ring zigzag by peer" in pulled.explain()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from meshplan.plan.source import Source
 EXAMPLES = [
     Fsdp(("layers.*",), "zero2", torch.bfloat16, torch.float32, torch.float16, False, {"**.wk.weight": 1}),
     Context(("a",), "hybrid", "contiguous", inner=8),
+    Context(("a",), "ring", transport="peer"),
     Experts(("moe",), ep=4, etp=2, dispatch="alltoall"),
     Pipeline("interleaved_1f1b", 8, ("layers.4", "layers.8"), chunks=2),
     Recompute(("layers.*",), "none", "regather"),
@@ -53,6 +54,8 @@ def test_the_mapping_holds_plain_values_and_no_defaults():
         (Context, {"attention": "a", "method": "rings"}, "unknown-option"),
         (Context, {"attention": "a", "method": "hybrid"}, "bad-value"),
         (Context, {"attention": "a", "inner": 2}, "bad-value"),
+        (Context, {"attention": "a", "transport": "nvlink"}, "unknown-option"),
+        (Context, {"attention": "a", "method": "ulysses", "transport": "peer"}, "bad-value"),
         (Context, {"attention": "a", "balance": "zig-zag"}, "unknown-option"),
         (Experts, {"at": "a", "ep": 0}, "bad-value"),
         (Experts, {"at": "a", "etp": True}, "bad-value"),

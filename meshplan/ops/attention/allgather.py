@@ -46,7 +46,7 @@ class _AllGather(torch.autograd.Function):
         ring: Ring,
         keep: bool,
     ) -> Tensor:
-        _, scale, sequence, group = ring
+        _, scale, sequence, group, _ = ring
         keys, values = _gathered(k, v, ring)
         full = replace(mask, bias=bias, sink=sink)
         block = ring.able(full)
@@ -62,7 +62,7 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         require_first("attention")
         q, k, v, out, lse, bias, sink = ctx.saved_tensors
-        _, scale, sequence, group = ctx.ring
+        _, scale, sequence, group, _ = ctx.ring
         full = replace(ctx.mask, bias=bias, sink=sink)
         block = ctx.ring.able(full)
         keys, values = (k, v) if ctx.keep else _gathered(k, v, ctx.ring)

@@ -18,6 +18,7 @@ from meshplan.ops.attention.mask import Mask
 from meshplan.ops.attention.recognise import by_position
 from meshplan.ops.attention.ring import Ring, ring_attention
 from meshplan.ops.attention.sequence import Sequence
+from meshplan.ops.attention.travel import TRANSPORTS
 from meshplan.ops.attention.ulysses import hybrid_attention, ulysses_attention
 from meshplan.ops.dropout import Runs
 from meshplan.runtime.comm import AxisGroup
@@ -38,6 +39,7 @@ def context_attention(
     group: AxisGroup,
     sequence: Sequence,
     method: str = "ring",
+    transport: str = "send",
     inner_group: AxisGroup | None = None,
     outer_group: AxisGroup | None = None,
     left: int | None = None,
@@ -67,6 +69,7 @@ def context_attention(
         sequence: how it lies on them.
         method: `ring`, `allgather`, `ulysses`, or `hybrid` with `inner_group` (neighbouring ranks of `group`, which exchange
             heads) and `outer_group` (those with the same place in every inner group, which form rings).
+        transport: of `ring`: `send` passes keys and values on from rank to rank, `peer` pulls them out of the peers' memory.
         left, right: a position sees those at most `left` before it and `right` after it (left=w-1 and right=0: a sliding window
             of w, itself among them).
         docs: integer document of each position, negative for none: positions of different documents do not see each other. Whole
@@ -114,7 +117,13 @@ def context_attention(
         mask = by_position(mask, sequence.runs(group.rank), query.shape[0])
     if block is None:
         block = fastest_block(query.device.type, query.dtype, max(query.shape[-1], value.shape[-1]), scale)
-    ring = Ring(block, scale, sequence, group)
+    ring = Ring(block, scale, sequence, group, transport)
+    if transport not in TRANSPORTS or (transport != "send" and method != "ring"):
+        raise PlanError(
+            f"context attention by {method} has no transport {transport!r}",
+            code="bad-value",
+            legal="send, or peer for method ring",
+        )
     if method == "ring":
         return ring_attention(query, key, value, mask, ring)
     if method == "allgather":

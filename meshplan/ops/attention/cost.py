@@ -3,7 +3,7 @@
 With kv the bytes of a rank's keys and values in their dtype, kv* the same in float32 (float64), q and o those of its queries and
 result, n ranks, i of them in an inner group and r = n/i in a ring (counted; a rank sends, each way of the network alike):
 
-    ring        forward (n-1) kv                              backward (n-1) (kv + kv*)
+    ring        forward (n-1) kv                              backward (n-1) (kv + kv*), sent on or pulled
     allgather   forward (n-1) kv                              backward (n-1) (kv + kv*), without kv if what was gathered is kept
     ulysses     forward (n-1)/n (q + kv + o)                  backward the same
     hybrid      forward (i-1)/i (q + kv + o) + (r-1) kv       backward (i-1)/i (q + kv + o) + (r-1) (kv + kv*)
@@ -61,6 +61,7 @@ def collectives(
     *,
     phase: str = "forward",
     keep_gathered: bool = False,
+    transport: str = "send",
 ) -> list[Call]:
     """What one `context_attention` call makes every rank send in `phase` ("forward" or "backward"), in order.
 
@@ -72,7 +73,7 @@ def collectives(
     if x.docs is not None and not backward:
         docs = _collective("all_gather", group, math.prod(x.docs[0]) * group.size, x.docs[1])
     if method == "ring":
-        return docs + _ring(group, kv, x.dtype, backward)
+        return docs + (_pulls if transport == "peer" else _ring)(group, kv, x.dtype, backward)
     if method == "allgather":
         gathered = _collective("all_gather", group, kv * group.size, x.dtype)
         if not backward:
@@ -104,6 +105,12 @@ def _ring(group: AxisGroup, elements: int, dtype: torch.dtype, backward: bool) -
     if backward:
         hop += [Call(op, group.axis, elements, wide(dtype)) for op in ("send", "recv")]
     return hop * (group.size - 1)
+
+
+def _pulls(group: AxisGroup, elements: int, dtype: torch.dtype, backward: bool) -> list[Call]:
+    """A ring whose messages are pulled: all of the keys and values, then all parts of their gradient."""
+    found = [Call("peer_pull", group.axis, elements, dtype)] * (group.size - 1)
+    return found + [Call("peer_pull", group.axis, elements, wide(dtype))] * (group.size - 1) if backward else found
 
 
 def _bias(x: Local, inner: AxisGroup, backward: bool) -> list[Call]:

@@ -1,13 +1,8 @@
-"""Ring attention: keys and values go around the ranks while each rank computes on those at hand.
+"""Ring attention: keys and values go around the ranks (`travel.py`) while each rank computes on those at hand.
 
-    forward   hop 0: own KV, hop 1: that of the rank before, ...     KV goes on n - 1 times, sent before it is computed on
-    backward  begins with the KV that came last, and walks back: own KV comes last. The gradient of a KV travels with it, is
-              added to at each rank and ends at home: KV and dKV go back n - 1 times each
-
-(Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023; walking back from where forward ended as in
-TransformerEngine's `AttnFuncWithCPAndKVP2P`.) The state of a row is carried in float32 (float64) over all hops and rounded
-once; so are dq and the dKV that travels. The order of all sums is fixed. Whatever the mask, every rank makes the same
-exchanges; what its positions cannot see it passes on without computing. Grouped keys travel as they are.
+The state of a row is carried in float32 (float64) over all hops and rounded once; so are dq and the gradients of keys and values.
+Whatever the mask, every rank makes the same exchanges; what its positions cannot see it lets pass without computing. Grouped keys
+travel as they are. (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023.)
 """
 
 from __future__ import annotations
@@ -22,6 +17,7 @@ from meshplan.ops.attention import block as plain
 from meshplan.ops.attention.mask import Mask, exactly, fold, sink_gradient, unfold
 from meshplan.ops.attention.message import pack, unpack
 from meshplan.ops.attention.sequence import Sequence
+from meshplan.ops.attention.travel import travel
 from meshplan.ops.derivative import require_first
 from meshplan.ops.precision import wide
 from meshplan.runtime.comm import AxisGroup
@@ -29,12 +25,13 @@ from meshplan.runtime.comm import AxisGroup
 
 class Ring(NamedTuple):
     """What a ring is told besides tensors: how to compute a block (a module like `block.py`), the scale of the scores, how the
-    sequence lies on the ranks, and these."""
+    sequence lies on the ranks, these, and how messages travel."""
 
     block: Any
     scale: float
     sequence: Sequence
     group: AxisGroup
+    transport: str = "send"
 
     def able(self, mask: Mask) -> Any:
         """What computes a block under `mask`: tensors and dropout are taken by the plain one only."""
@@ -42,7 +39,7 @@ class Ring(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What backward needs of forward, the KV that came last in one message."""
+    """What backward needs of forward, with the KV that it begins with in one message."""
 
     q: Tensor
     message: Tensor
@@ -62,18 +59,15 @@ class Gradients(NamedTuple):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, ring: Ring) -> Kept:
     """Attention of local `q` [B, H, S/n, D] over the `k` and `v` [B, Hkv, S/n, ...] of all ranks, as plain tensors."""
-    _, scale, sequence, group = ring
-    block, n, rank = ring.able(mask), group.size, group.rank
+    _, scale, sequence, group, transport = ring
+    block, mine, way = ring.able(mask), sequence.runs(group.rank), travel(transport, group)
     state = block.new_state(q, v)
-    message = pack(k, v)
-    for hop in range(n):
-        coming = group.shift(message) if hop < n - 1 else None
+    own = pack(k, v)
+    for source, message in way.out(own):
         keys, values = unpack(message, k.shape, v.shape)
-        fold(block, state, q, keys, values, sequence.runs(rank), sequence.runs((rank - hop) % n), mask, scale)
-        if coming is not None:
-            message = coming.wait()
+        fold(block, state, q, keys, values, mine, sequence.runs(source), mask, scale)
     out, lse = block.finish(state, q.dtype, mask.sink)
-    return Kept(q, message, out, lse)
+    return Kept(q, way.kept(own, message), out, lse)
 
 
 def attend_backward(
@@ -81,27 +75,20 @@ def attend_backward(
 ) -> Gradients:
     """The gradients of `attend` for the gradient `dout` of its result, with the shapes of a rank's k and v; that of `mask.bias`
     only with `bias_grad`."""
-    _, scale, sequence, group = ring
-    q, message, out, lse = kept
-    block, n, rank, dtype = ring.able(mask), group.size, group.rank, wide(q.dtype)
-    delta = block.delta(out, dout)
+    _, scale, sequence, group, transport = ring
+    q, first, out, lse = kept
+    block, mine, way = ring.able(mask), sequence.runs(group.rank), travel(transport, group)
+    delta, dtype = block.delta(out, dout), wide(q.dtype)
     dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     dbias = torch.zeros_like(mask.bias, dtype=dtype) if bias_grad and mask.bias is not None else None
-    returning = None
-    for hop in range(n):
-        coming = group.shift(message, -1) if hop < n - 1 else None
+    for source, message in way.back(first):
         keys, values = unpack(message, *shapes)
         dmessage = message.new_zeros(message.shape, dtype=dtype)
         dk, dv = unpack(dmessage, *shapes)
-        at = (sequence.runs(rank), sequence.runs((rank + 1 + hop) % n))
+        at = (mine, sequence.runs(source))
         unfold(block, q, keys, values, dout, lse, delta, *at, mask, scale, dq, dk, dv, dbias)
-        if returning is not None:
-            dmessage.add_(returning.wait())
-        if coming is not None:
-            # It travels while the next keys are computed on.
-            returning = group.shift(dmessage, -1)
-            message = coming.wait()
-    dk, dv = unpack(dmessage, *shapes)
+        way.give(source, dmessage)
+    dk, dv = unpack(way.home(), *shapes)
     dsink = None if mask.sink is None else sink_gradient(mask.sink, lse, delta)
     return Gradients(dq, dk, dv, dbias, dsink)
 

@@ -37,6 +37,7 @@ class Setting:
     bias_dtype: torch.dtype = torch.bfloat16
     docs: bool = False
     keep: bool = False
+    transport: str = "send"
 
 
 def run(s: Setting, groups: Groups) -> None:
@@ -54,7 +55,7 @@ def run(s: Setting, groups: Groups) -> None:
         told |= {"inner_group": groups.group("cp_inner"), "outer_group": groups.group("cp_outer")}
     out = context_attention(
         q, k, v, enable_gqa=True, group=group, sequence=Sequence(SIZE, s.n, s.balance), method=s.method,
-        keep_gathered=s.keep, **told,
+        keep_gathered=s.keep, transport=s.transport, **told,
     )  # fmt: skip
     out.backward(torch.ones_like(out))
 
@@ -69,7 +70,9 @@ def said(s: Setting, groups: Groups) -> list[Line]:
     return [
         (phase, call.op, call.axis, call.elements, _bare(call.dtype))
         for phase in ("forward", "backward")
-        for call in collectives(s.method, x, groups.group("cp"), *split, phase=phase, keep_gathered=s.keep)
+        for call in collectives(
+            s.method, x, groups.group("cp"), *split, phase=phase, keep_gathered=s.keep, transport=s.transport
+        )
     ]
 
 
@@ -99,6 +102,8 @@ SETTINGS = [
     *(Setting(m, dtype=torch.float64, docs=True) for m in METHODS),
     Setting("ring", n=2),
     Setting("ulysses", n=2),
+    Setting("ring", transport="peer"),
+    Setting("ring", dtype=torch.float64, docs=True, transport="peer"),
     Setting("allgather", keep=True),
     *(Setting(m, bias=(SIZE // 4, SIZE), bias_dtype=d) for m in METHODS for d in (torch.bfloat16, torch.bool)),
     *(Setting(m, bias=(B, H, SIZE // 4, SIZE)) for m in METHODS),
@@ -165,9 +170,9 @@ def test_simulated_ranks_make_them_too(method):
 
 def _recorded() -> list[tuple[list[Line], list[Line]]]:
     found = []
-    for method, inner in METHODS.items():
+    for method, inner, transport in (*((m, inner, "send") for m, inner in METHODS.items()), ("ring", None, "peer")):
         groups = build_groups(spec_of(4, inner), "cpu", [("cp",)])
-        setting = Setting(method, docs=True)
+        setting = Setting(method, docs=True, transport=transport)
         names = {groups.spec.group_of(groups.rank, axis): axis for axis in ("cp", *groups.spec.names)}
         with record_collectives(names.get) as log:
             run(setting, groups)
@@ -192,6 +197,10 @@ def test_bytes_are_those_of_the_formulas():
 
     assert (sent("ring", "forward"), sent("ring", "backward")) == (7 * kv, 7 * 3 * kv)
     assert (sent("allgather", "forward"), sent("allgather", "backward")) == (7 * kv, 7 * 3 * kv)
+    assert (sent("ring", "forward", transport="peer"), sent("ring", "backward", transport="peer")) == (
+        7 * kv,
+        7 * 3 * kv,
+    )
     assert sent("allgather", "backward", keep_gathered=True) == 7 * 2 * kv
     assert sent("ulysses", "forward") == sent("ulysses", "backward") == 7 * (2 * q + kv) // 8
     assert sent("hybrid", "forward") == 3 * (2 * q + kv) // 4 + kv

@@ -1,4 +1,5 @@
-"""Every method of context attention on simulated ranks, forward and backward, against softmax written out on one device."""
+"""Every method of context attention, on simulated and on gloo ranks, forward and backward, against softmax written out on one
+device."""
 
 import itertools
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from meshplan.mesh.build import build_groups
-from tests.ops.attention.reference import KINDS, Case, check, joined, on_rank, reference, simulated, spec_of
+from tests.ops.attention.reference import KINDS, TOLD, Case, check, joined, on_rank, reference, simulated, spec_of
 
 METHODS = {"ring": None, "allgather": None, "ulysses": None, "hybrid": 2}
 HEADS = ((4, 4), (4, 2), (4, 1))
@@ -18,13 +19,6 @@ def test_four_ranks_are_one_device(method, kind):
     for balance, heads in itertools.product(("zigzag", "contiguous"), HEADS):
         case = Case(kind, *heads)
         check(case, simulated(case, 4, balance, METHODS[method], method=method), balance)
-
-
-@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
-def test_two_ranks_are_one_device(method):
-    for kind, balance in itertools.product(KINDS, ("zigzag", "contiguous")):
-        case = Case(kind)
-        check(case, simulated(case, 2, balance, method=method), balance)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -62,23 +56,28 @@ def test_reruns_are_the_same_bit_by_bit(method):
 
 
 def _on_gloo(runs: list[tuple[Case, str, str]]) -> list[dict[str, torch.Tensor]]:
-    found = []
-    for case, method, balance in runs:
-        groups = build_groups(spec_of(4, METHODS[method]), "cpu", [("cp",)])
-        found.append(on_rank(case, balance, groups.group, torch.float64, {"method": method}))
+    found, built = [], {}
+    n = torch.distributed.get_world_size()
+    for case, way, balance in runs:
+        method, _, transport = way.partition(" ")
+        inner = METHODS[method]
+        if inner not in built:
+            built[inner] = build_groups(spec_of(n, inner), "cpu", [("cp",)])
+        told = {"method": method, "transport": transport or "send"}
+        found.append(on_rank(case, balance, built[inner].group, torch.float64, told))
     return found
 
 
-def test_gloo_ranks_are_one_device(pool):
+@pytest.mark.parametrize("n", [2, 4])
+def test_gloo_ranks_are_one_device(pool, n):
+    """Every method, order, mask and ratio of heads, outputs and gradients."""
+    kinds = [*KINDS, *(f"tensor {kind}" for kind in TOLD)]
+    ways = [*METHODS, "ring peer"] if n > 2 else ["ring", "allgather", "ulysses", "ring peer"]
     runs = [
-        (Case(kind), m, "zigzag") for m, kind in zip(METHODS, ("causal", "documents", "bias", "window"), strict=True)
+        (Case(kind, *heads), way, balance)
+        for kind, way, balance, heads in itertools.product(kinds, ways, ("zigzag", "contiguous"), HEADS)
     ]
-    runs += [
-        (Case("sink", 4, 1), "ulysses", "contiguous"),
-        (Case("bool"), "hybrid", "zigzag"),
-        (Case("dropout"), "ring", "zigzag"),
-    ]
-    ranks = pool.run(_on_gloo, runs)
+    ranks = pool.run(_on_gloo, runs, world=n)
     for i, (case, _, balance) in enumerate(runs):
         check(case, [r[i] for r in ranks], balance)
 
