@@ -45,7 +45,12 @@ def rules(tp: bool, sp: bool) -> list[mp.Rule]:
 
 
 def plan(
-    mesh: dict[str, int], method: str, balance: str = "zigzag", sp: bool = False, transport: str = "send", **sections: Any
+    mesh: dict[str, int],
+    method: str,
+    balance: str = "zigzag",
+    sp: bool = False,
+    transport: str = "send",
+    **sections: Any,
 ) -> mp.Plan:
     context: dict[str, Any] = {
         "attention": ["layers.*.attention"], "method": method, "balance": balance, "transport": transport,
@@ -88,14 +93,14 @@ def test_three_steps_are_those_of_one_device(case):
     assert receipt.check("gradients").error < 1e-13
 
 
-def hugging_face(model_type: str, **changes: Any) -> nn.Module:
-    """A tiny transformers model on torch's own attention."""
+def hugging_face(model_type: str, attention: str = "sdpa", **changes: Any) -> nn.Module:
+    """A tiny transformers model, on torch's own attention unless another is asked for."""
     config = transformers.AutoConfig.for_model(
         model_type, vocab_size=61, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, max_position_embeddings=64, use_cache=False, pad_token_id=None, bos_token_id=None,
         eos_token_id=None, **changes,
     )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
 FAMILIES = {
@@ -135,6 +140,50 @@ def test_transformers_models_take_three_steps(family, mesh, method):
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     receipt = mp.verify(FAMILIES[family], hugging_face_plan(mesh, method), nproc=n, steps=3, rtol=2e-6, optimizer=sgd)
     assert receipt.passed, str(receipt)
+
+
+def test_gemma2_with_its_window_and_soft_cap_takes_three_steps():
+    """Its attention is written out in products (transformers has no other that caps scores), which gather their keys without a
+    section."""
+    ids = mp.Input(shape=(2, SEQ), dtype=torch.int64, place=PLACE)
+    given = mp.Plan(mesh={"cp": 2}, inputs={"input_ids": ids, "labels": ids}, fsdp={"units": ["model.layers.*"]})
+    factory = functools.partial(hugging_face, "gemma2", "eager", head_dim=6, sliding_window=7)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    receipt = mp.verify(factory, given, nproc=2, steps=3, rtol=2e-6, optimizer=sgd)
+    assert receipt.passed, str(receipt)
+
+
+class Masked(nn.Module):
+    """Attention of eight heads on four key heads under a mask of its own, heads split by tp."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.q, self.k, self.v = (nn.Linear(8, n * 3, bias=False) for n in (8, 4, 4))
+        self.o = nn.Linear(24, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, 3)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        at = torch.arange(x.shape[1])
+        back = at[:, None] - at
+        masks = {"window": (back >= 0) & (back < 7), "alibi": -0.1 * back.abs().to(x.dtype)}
+        masks["packed"] = (back >= 0) & (at[:, None] // 9 == at // 9)
+        seen = {"is_causal": True} if self.kind == "causal" else {"attn_mask": masks[self.kind]}
+        out = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **seen)
+        return self.o(out.transpose(1, 2).flatten(2)).pow(2).mean()
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "packed", "alibi"])
+@pytest.mark.parametrize("method", ["ring", "ring peer", "allgather", "ulysses"])
+def test_masks_are_exact_beside_tp_and_data_parallel_ranks(method, kind):
+    method, _, transport = method.partition(" ")
+    given = mp.Plan(
+        mesh={"dp_shard": 2, "cp": 2, "tp": 2},
+        inputs={"x": mp.Input(shape=(2, SEQ, 8), dtype=torch.float64, place={"dp": S(0), "cp": S(1)})},
+        rules=[mp.Rule("{q,k,v}", use="colwise"), mp.Rule("o", use="rowwise")],
+        context={"attention": [""], "method": method, "transport": transport or "send"},
+    )
+    assert align(Masked(kind).double(), given, 8).distance < 1e-11
 
 
 class Positions(nn.Module):
@@ -229,7 +278,11 @@ def test_a_ring_of_peers_pulls_what_a_ring_sends():
     sent, pulled = (mp.lower(small_llama(), plan({"cp": 4}, "ring", transport=t), 4) for t in ("send", "peer"))
 
     def moved(low: Any, phase: str) -> int:
-        return sum(c.to_json()["wire_bytes"] for c in low.collectives if c.axis == "cp" and c.phase == phase and c.what != "fsdp")
+        return sum(
+            c.to_json()["wire_bytes"]
+            for c in low.collectives
+            if c.axis == "cp" and c.phase == phase and c.what != "fsdp"
+        )
 
     assert {c.op for c in pulled.collectives if c.module == "layers.0.attention"} == {"peer_pull"}
     for phase in ("forward", "backward"):

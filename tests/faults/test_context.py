@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import meshplan as mp
 from meshplan.verify.aligned import align
@@ -134,6 +135,26 @@ def test_a_mask_is_never_replaced_by_plain_causal(kind, method):
     assert align(Block(kind).double(), given, 2).distance < 1e-12
 
 
+class Chosen(Block):
+    """Asks for one of torch's kernels by name."""
+
+    def __init__(self, backend: SDPBackend) -> None:
+        super().__init__()
+        self.backend = backend
+
+    def attend(self, x: Tensor) -> Tensor:
+        with sdpa_kernel(self.backend):
+            return super().attend(x)
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+def test_whichever_kernel_a_model_asks_for_is_replaced_alike(backend):
+    given = plan_of({"tokens": ids(2, 8, **CP), "labels": ids(2, 8, **CP)}, mesh={"cp": 2}, **context())
+    asked, plain = (mp.lower(model, given, 2).collectives for model in (Chosen(backend), Block()))
+    assert [(c.op, c.elements) for c in asked] == [(c.op, c.elements) for c in plain]
+    assert align(Chosen(backend).double(), given, 2).distance < 1e-12
+
+
 def test_packed_documents_do_not_attend_to_each_other():
     """transformers tells packed documents by positions that start again."""
     place = {name: ids(1, 12, **CP) for name in ("input_ids", "labels", "position_ids")}
@@ -155,9 +176,7 @@ def test_a_length_that_does_not_divide_is_refused_before_the_first_step(length, 
 
 
 def test_the_whole_length_comes_back_in_order():
-    given = plan_of(
-        {"x": numbers(1, 12, 4, **CP)}, mp.Rule("", output={"cp": mp.R}), mesh={"cp": 2}, **context()
-    )
+    given = plan_of({"x": numbers(1, 12, 4, **CP)}, mp.Rule("", output={"cp": mp.R}), mesh={"cp": 2}, **context())
     low = mp.lower(Returns(), given, 2)
     assert [(c.op, c.elements) for c in low.collectives if c.op == "all_gather"] == [("all_gather", 48)]
     assert align(Returns().double(), given, 2).distance < 1e-12

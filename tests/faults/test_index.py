@@ -129,6 +129,20 @@ INDEX = {
     "pytorch/pytorch#191926": "faults/test_layers.py::test_an_image_split_by_width_is_exact",
     "pytorch/pytorch#176446": "faults/test_layers.py::test_a_split_batch_of_images",
     "pytorch/pytorch#184825": "faults/test_layers.py::test_a_split_batch_of_images",
+    # sequences over cp
+    "huggingface/transformers#36607": "faults/test_context.py::test_a_shift_inside_loses_no_target_at_the_seams",
+    "huggingface/transformers#48570": "faults/test_context.py::test_shifted_labels_that_a_model_ignores_are_refused",
+    "huggingface/accelerate#4177": "faults/test_context.py::test_a_mask_is_never_replaced_by_plain_causal",
+    "pytorch/pytorch#152261": (
+        "distributed/test_context.py::test_shards_are_dealt_in_zigzag_order_and_gathered_outputs_are_in_true_order"
+    ),
+    "pytorch/pytorch#147793": "faults/test_context.py::test_whichever_kernel_a_model_asks_for_is_replaced_alike",
+    "jzhang38/EasyContext#47": "faults/test_context.py::test_a_length_that_does_not_divide_is_refused_before_the_first_step",
+    "zhuzilin/ring-flash-attention#46": "ops/attention/test_exact.py::test_gloo_ranks_are_one_device",  # documents of 5, 12, 7
+    "xdit-project/xDiT#471": "faults/test_context.py::test_the_whole_length_comes_back_in_order",
+    "NVIDIA/Megatron-LM#1464": "distributed/test_context.py::test_three_steps_are_those_of_one_device",
+    "pytorch/torchtitan#4387": "faults/test_context.py::test_image_slots_are_found_in_the_full_sequence",
+    "huggingface/trl#4314": "faults/test_context.py::test_adapters_recompute_and_fsdp_go_together_with_cp",
     # what verify says
     "pytorch/torchtitan#1750": "verify/test_run.py::test_a_right_program_passes_every_check",
     "NVIDIA/Megatron-LM#1736": "verify/test_run.py::test_float32_passes_at_its_own_tolerance",
