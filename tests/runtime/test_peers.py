@@ -16,6 +16,7 @@ from meshplan.runtime import peers
 from meshplan.runtime.comm import AxisGroup
 from meshplan.runtime.recorder import record_collectives
 from meshplan.runtime.shared_ring import SharedRing
+from tests.distributed.test_context import plan, small_llama
 from tests.runtime.rings import WINDOW, turns
 
 
@@ -99,3 +100,19 @@ def test_ranks_on_two_hosts_are_refused_on_every_rank(pool):
     where = "peers-out-of-reach: context.transport is peer, and the ranks [0, 2] of cp are on 2 hosts"
     assert said[0] == said[2] == where
     assert all(other.startswith("rank-failed") and "[0, 2] of cp" in other for other in (said[1], said[3]))
+
+
+def test_a_group_without_ranks_is_run_through_as_it_is_listed():
+    """On torch's fake process group shapes go around, and nobody is waited for."""
+    given = plan({"cp": 4}, "ring", transport="peer")
+    dist.init_process_group("fake", rank=1, world_size=4)
+    try:
+        model = mp.parallelize(small_llama(), given)
+        tokens = torch.zeros(2, 24, dtype=torch.int64)
+        with record_collectives() as log:
+            model(**mp.shard_batch(model, {"tokens": tokens, "labels": tokens})).backward()
+    finally:
+        dist.destroy_process_group()
+    listed = mp.lower(small_llama(), given, 4).collectives
+    pulled = [(c.phase, c.elements, c.dtype) for c in listed if c.op == "peer_pull"]
+    assert [(c.phase, c.elements, c.dtype) for c in log if c.op == "peer_pull"] == pulled != []
