@@ -32,10 +32,11 @@ def plan(**context: object) -> mp.Plan:
     ("context", "forward", "backward"),
     [
         ({}, lambda n, s, q, k, d: (n - 1) * 2 * s * k * d / n, lambda f: 2 * f),
+        ({"transport": "peer"}, lambda n, s, q, k, d: (n - 1) * 2 * s * k * d / n, lambda f: 2 * f),
         ({"method": "allgather"}, lambda n, s, q, k, d: (n - 1) * 2 * s * k * d / n, lambda f: 2 * f),
         ({"method": "ulysses"}, lambda n, s, q, k, d: (n - 1) / n * s * (2 * q + 2 * k) * d / n, lambda f: f),
     ],
-    ids=["ring", "allgather", "ulysses"],
+    ids=["ring", "ring of peers", "allgather", "ulysses"],
 )
 def test_bytes_are_those_of_the_table(context, forward, backward):
     with torch.device("meta"):
@@ -61,4 +62,7 @@ def test_what_the_page_names_is_there():
     schedule = plan_samples([64, 4, 4, 8], 4, max_tokens_per_rank=32)
     assert report(schedule) and callable(context_attention) and callable(run_dynamic)
     named = set(re.findall(r"`([a-z]+-[a-z-]+)`", PAGE.read_text(encoding="utf-8")))
-    assert {code for code in named if (PAGE.parent / "errors" / f"{code}.md").exists()} == {"context-heads"}
+    assert {code for code in named if (PAGE.parent / "errors" / f"{code}.md").exists()} == {
+        "context-heads",
+        "peers-out-of-reach",
+    }

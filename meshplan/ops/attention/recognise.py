@@ -35,7 +35,7 @@ def by_position(mask: Mask, runs: Listing[Run], batch: int) -> Mask:
     bias = mask.bias
     if bias is None or bias.dtype != torch.bool or (mask.left, mask.right, mask.docs) != (None, None, None):
         return mask
-    if bias.is_meta or compat.is_fake(bias) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or bias.is_meta or compat.is_fake(bias):
         return mask
     bias = _one_of_equals(bias)
     rows = sum(stop - start for start, stop in runs)
