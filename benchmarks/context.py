@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +25,16 @@ from meshplan.ops.attention.attention import context_attention
 from meshplan.ops.attention.sequence import Sequence
 from meshplan.runtime import comm
 from meshplan.runtime.comm import AxisGroup
+from meshplan.runtime.recorder import wire_bytes
 from meshplan.verify.pool import RankPool
 
 RANKS, HEADS, KV_HEADS, DIM = 2, 4, 2, 64
 WAYS = {
-    "ring, zigzag": ("ring", "zigzag"),
-    "ring, contiguous": ("ring", "contiguous"),
-    "allgather, zigzag": ("allgather", "zigzag"),
-    "ulysses": ("ulysses", "contiguous"),
+    "ring, zigzag": ({"method": "ring"}, "zigzag"),
+    "ring, contiguous": ({"method": "ring"}, "contiguous"),
+    "ring of peers, zigzag": ({"method": "ring", "transport": "peer"}, "zigzag"),
+    "allgather, zigzag": ({"method": "allgather"}, "zigzag"),
+    "ulysses": ({"method": "ulysses"}, "contiguous"),
 }
 
 
@@ -106,20 +109,17 @@ def _rank(length: int, repeats: int) -> dict[str, Any]:
     want = _step(lambda *a: F.scaled_dot_product_attention(*a, is_causal=True, enable_gqa=True), *whole)
     found: dict[str, Any] = {"seconds": {}, "error": {}, "sent": {}, "refused": None}
     steps: dict[str, Callable[[], list[Tensor]]] = {}
-    for way, (method, balance) in WAYS.items():
+    for way, (how, balance) in WAYS.items():
         order = Sequence(length, RANKS, balance)
         mine = [order.cut(t, 2, rank) for t in whole]
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, method: str = method, order: Sequence = order) -> Tensor:
-            return context_attention(
-                q, k, v, is_causal=True, enable_gqa=True, group=group, sequence=order, method=method
-            )
+        attend = partial(context_attention, is_causal=True, enable_gqa=True, group=group, sequence=order, **how)
 
-        steps[way] = lambda attend=attend, mine=mine: _step(attend, *mine)  # type: ignore[misc]
+        steps[way] = partial(_step, attend, *mine)
         got = steps[way]()
         errors = [(a - order.cut(b, 2, rank)).abs().max() / b.abs().max() for a, b in zip(got, want, strict=True)]
         found["error"][way] = float(max(errors))
-        found["sent"][way] = _sent(method, order, length)
+        found["sent"][way] = _sent(how, order, length)
     peer, found["refused"] = _torch_context_parallel(whole)
     if peer is not None:
         steps["torch context_parallel"] = peer
@@ -131,25 +131,18 @@ def _rank(length: int, repeats: int) -> dict[str, Any]:
     return found
 
 
-def _sent(method: str, order: Sequence, length: int) -> float:
+def _sent(how: dict[str, str], order: Sequence, length: int) -> float:
     """MiB that a rank sends a step, counted on abstract groups."""
-    total = 0.0
+    total = 0
 
     def told(op: str, group: AxisGroup, full: Tensor) -> None:
         nonlocal total
-        share = {"send": 1.0, "recv": 0.0}.get(op, (RANKS - 1) / RANKS)
-        total += full.numel() * full.element_size() * share
+        total += wire_bytes(op, full.numel() * full.element_size(), RANKS)
 
     group = AxisGroup("cp", RANKS, 0, None, told)
     part = length // RANKS
     q, k, v, g = (torch.zeros(1, h, part, DIM) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS))
-    _step(
-        lambda *a: context_attention(*a, is_causal=True, enable_gqa=True, group=group, sequence=order, method=method),
-        q,
-        k,
-        v,
-        g,
-    )
+    _step(partial(context_attention, is_causal=True, enable_gqa=True, group=group, sequence=order, **how), q, k, v, g)
     return total / 2**20
 
 

@@ -40,27 +40,21 @@ def require(name: str, axis: str, device_type: str) -> None:
     keys = [f"{base}/{rank}" for rank in members]
     store.wait(keys, _WAIT)
     said = [store.get(key).decode().rsplit(" ", 1) for key in keys]
-    hosts, blind = (
-        sorted({host for host, _ in said}),
-        [r for r, (_, able) in zip(members, said, strict=True) if able != "True"],
-    )
+    hosts = {host for host, _ in said}
+    blind = [rank for rank, (_, able) in zip(members, said, strict=True) if able != "True"]
     error = None
     if len(hosts) > 1 or blind:
-        what = (
-            f"are on {len(hosts)} hosts"
-            if len(hosts) > 1
-            else f"have devices that cannot access each other (rank {blind[0]})"
+        why = (
+            f"are on {len(hosts)} hosts" if len(hosts) > 1 else f"are not all within reach of rank {blind[0]}'s device"
         )
         error = PlanError(
-            f"context.transport is peer, and the ranks {list(members)} of {axis} {what}",
+            f"context.transport is peer, and the ranks {list(members)} of {axis} {why}",
             code="peers-out-of-reach",
             legal="transport: send, or cp inside one node of GPUs that NVLink connects",
         )
-    said_by_us = None if error is None else str(error)
+    mine = None if error is None else str(error)
     try:
-        agree(
-            store, dist.get_rank(), dist.get_world_size(), program_hash="peers", facts={}, error=said_by_us, tag="peers"
-        )
+        agree(store, dist.get_rank(), dist.get_world_size(), program_hash="peers", facts={}, error=mine, tag="peers")
     except PlanError as verdict:
         raise error or verdict from None
 
@@ -81,10 +75,11 @@ def collect(name: str, parts: Sequence[Tensor]) -> Tensor:
     return ring.collect(parts)
 
 
+# An operator that does nothing, called for each message like the one given that is about to be pulled: what records
+# collectives hears of it as of any other.
 _library = torch.library.Library("meshplan", "DEF")
 _library.define("peer_pull(Tensor message, str group_name) -> ()")
 _library.impl("peer_pull", lambda message, group_name: None, "CompositeExplicitAutograd")
-"""Says that a message like this one is about to be pulled: what records collectives hears of it as of any other."""
 
 
 def _ring(name: str, message: Tensor) -> PeerRing:
