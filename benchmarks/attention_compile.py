@@ -9,12 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import re
-import subprocess
 import sys
-import tempfile
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -23,29 +19,21 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from benchmarks.kernel_table import MEMORY, SHARED, TENSOR, compiled, table, write_section
 from meshplan.kernels.attention import peer_ring
 from meshplan.kernels.attention.backward import dkdv_kernel, dq_kernel
 from meshplan.kernels.attention.block import new_state
 from meshplan.kernels.attention.forward import forward_kernel
 from meshplan.kernels.attention.launch import (
     Docs,
-    Launch,
     backward_launches,
     delta_launch,
     finish_launch,
     forward_launches,
 )
-from meshplan.kernels.attention.tiles import Machine
+from meshplan.kernels.launch import Launch, Machine
 from meshplan.ops.attention.block import Span
-
-SHARED = 232_448
-"""Bytes of shared memory that one program may take on an H100 or H200."""
-TENSOR, MEMORY = 989e12, 4.8e12
-"""FLOP/s in 16 bits and bytes/s of an H200."""
 
 DIMS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 SPANS = {
@@ -55,8 +43,6 @@ SPANS = {
     "documents": Span(0, 0, right=0),
 }
 BATCH, HEADS, KV_HEADS, LENGTH = 2, 32, 8, 4096
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 @dataclass(frozen=True)
@@ -141,38 +127,11 @@ def small_launches() -> Iterator[tuple[str, Launch]]:
     yield "pull from a peer", Launch(peer_ring.pull_kernel, peer_ring._PROGRAMS, arguments, 4, 3)
 
 
-def source(launch: Launch) -> ASTSource:
-    """What Triton's launcher would compile for these arguments."""
-    signature, constants, attributes = {}, {}, {}
-    for at, parameter in enumerate(launch.kernel.params):
-        name, value = parameter.name, launch.arguments[parameter.name]
-        if isinstance(value, TensorDescriptor):
-            signature[name] = f"tensordesc<{_NAMES[value.base.dtype]}{list(value.block_shape)}>"
-        elif isinstance(value, torch.Tensor):
-            signature[name] = "*" + _NAMES[value.dtype]
-            attributes[(at,)] = [["tt.divisibility", 16]]
-        elif parameter.is_constexpr or value is None or (value == 1 and not parameter.do_not_specialize):
-            signature[name], constants[name] = "constexpr", value
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
-                attributes[(at,)] = [["tt.divisibility", 16]]
-    return ASTSource(launch.kernel, signature, constants, attributes)
-
-
-def compiled(name: str, launch: Launch, case: Case | None = None) -> Row:
+def row_of(name: str, launch: Launch, case: Case | None = None) -> Row:
     """Compile one launch and count."""
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    made = triton.compile(source(launch), target=GPUTarget("cuda", 90, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        usage = _tool("cuobjdump", "-res-usage", file.name)
-        code = _tool("nvdisasm", file.name)
-    registers = re.search(r"REG:(\d+)", usage)
-    assert registers is not None, usage
-    count = Counter(re.findall(r"\b(LDL|STL|HGMMA|UTMALDG|UTMASTG|LDGSTS)\b", code))
     get = launch.arguments.get
+    counts = asdict(compiled(launch))
+    del counts["global_stores"]
     return Row(
         name,
         "" if case is None else f"{case.d}" if case.d == case.dv else f"{case.d}/{case.dv}",
@@ -181,35 +140,14 @@ def compiled(name: str, launch: Launch, case: Case | None = None) -> Row:
         f"{get('BM')} x {get('BN')}" if "BM" in launch.arguments else str(get("R") or get("T") or get("BLOCK")),
         launch.warps,
         launch.stages,
-        int(registers[1]),
-        count["LDL"] + count["STL"],
-        made.metadata.shared,
-        count["HGMMA"],
-        count["UTMALDG"],
-        count["UTMASTG"],
-        count["LDGSTS"],
-        _widths(made.asm["ptx"]),
+        **counts,
     )
-
-
-def _widths(ptx: str) -> str:
-    """How wide global loads are, asynchronous copies included: "16 B x 24, 4 B x 8"."""
-    found: Counter[int] = Counter()
-    for vector, bits in re.findall(r"\bld\.(?:\w+\.)*?global(?:\.\w+(?:::\w+)?)*?(?:\.(v\d))?\.[bu](\d+)\s", ptx):
-        found[int(vector[1:] or 1) * int(bits) // 8 if vector else int(bits) // 8] += 1
-    for size in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?,\s*(0x[0-9a-f]+|\d+)", ptx):
-        found[int(size, 0)] += 1
-    return ", ".join(f"{size} B x {n}" for size, n in sorted(found.items(), reverse=True))
-
-
-def _tool(name: str, *arguments: str) -> str:
-    return subprocess.run([_TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def rows_of(case: Case | None) -> list[Row]:
     if case is None:
-        return [compiled(name, launch) for name, launch in small_launches()]
-    return [compiled(name, launch, case) for name, launch in launches(case)]
+        return [row_of(name, launch) for name, launch in small_launches()]
+    return [row_of(name, launch, case) for name, launch in launches(case)]
 
 
 def wrong(row: Row) -> list[str]:
@@ -270,33 +208,6 @@ What one call on these sizes multiplies and moves, each tensor read or written o
 how long that takes at {TENSOR / 1e12:.0f} TFLOP/s and at {MEMORY / 1e12:.1f} TB/s: worked out, not measured.
 Backward makes 7 products where 5 would do, 8 where dk and dv are apart: the price of no atomics.
 """
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows as a Markdown table."""
-    head = list(rows[0])
-    numbers = [not isinstance(rows[0][key], str) for key in head]
-
-    def shown(value: Any) -> str:
-        return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-
-    lines = [" | ".join(key.replace("_", " ") for key in head), " | ".join("---:" if n else "---" for n in numbers)]
-    lines += [" | ".join(shown(row[key]) for key in head) for row in rows]
-    return "\n".join(f"| {line} |" for line in lines)
-
-
-def write_section(page: Path, title: str, body: str) -> None:
-    """Replace the section `title` of a page, up to the next one, or add it at the end."""
-    text = page.read_text(encoding="utf-8")
-    section = f"## {title}\n\n{body.strip()}\n"
-    found = re.search(rf"^## {re.escape(title)}\n.*?(?=^## |\Z)", text, re.S | re.M)
-    after = "" if found is None or found.end() == len(text) else "\n"
-    text = (
-        f"{text.rstrip()}\n\n{section}"
-        if found is None
-        else text[: found.start()] + section + after + text[found.end() :]
-    )
-    page.write_text(text, encoding="utf-8")
 
 
 def main() -> int:

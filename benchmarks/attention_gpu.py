@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import attention_peers
-from benchmarks.attention_compile import table, write_section
+from benchmarks.kernel_table import table, write_section
 from meshplan.kernels.attention import block
 from meshplan.ops.attention import block as plain
 from meshplan.ops.attention.block import Span, State

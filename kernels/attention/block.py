@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshplan.errors import PlanError
 from meshplan.kernels.attention.launch import Docs, backward_launches, delta_launch, finish_launch, forward_launches
-from meshplan.kernels.attention.tiles import Machine
+from meshplan.kernels.launch import Machine
 from meshplan.ops.attention.block import Span, State
 
 __all__ = ["Span", "State", "backward", "delta", "finish", "forward", "new_state"]
@@ -114,18 +114,7 @@ def machine(device: torch.device) -> Machine:
     Raises:
         PlanError: `attention-kernel` if that is nothing.
     """
-    if triton.knobs.runtime.interpret:
-        return Machine(interpreted=True)
-    if device.type == "cpu":
-        raise PlanError(
-            "the attention kernels got CPU tensors",
-            code="attention-kernel",
-            legal="tensors on a GPU; `meshplan.ops.attention.block` is the same in plain torch",
-        )
-    if device.type != "cuda" or torch.version.hip:
-        return Machine()
-    major = torch.cuda.get_device_capability(device)[0]
-    return Machine(hopper=major == 9, tf32x3=major >= 8)
+    return Machine.of(device, "attention", "meshplan.ops.attention.block")
 
 
 def _docs(q_docs: Tensor | None, k_docs: Tensor | None) -> Docs | None:

@@ -1,4 +1,4 @@
-"""Kernel launches as values: which kernel, on how many programs, with which arguments. Made here, run by `block`.
+"""What attention launches, as values: which kernel, on how many programs, with which arguments. Made here, run by `block`.
 
 Nothing here touches a device, so that what a GPU would run can be compiled and counted where there is none.
 """
@@ -21,33 +21,18 @@ from meshplan.kernels.attention.tile import document_limits
 from meshplan.kernels.attention.tiles import (
     INTERPRETED,
     Kind,
-    Machine,
     Tiles,
     Width,
     splits_backward,
     tiles_for,
     width_of,
 )
+from meshplan.kernels.launch import Launch, Machine
 from meshplan.ops.attention.block import Span, State
 
 _LOG2E = 1.4426950408889634
 _ROWS = 64
 """Rows a program of `finish` and `delta` takes."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One call of `kernel` on `programs` programs."""
-
-    kernel: Any
-    programs: int
-    arguments: dict[str, Any]
-    warps: int
-    stages: int
-
-    def run(self) -> None:
-        if self.programs:
-            self.kernel[(self.programs,)](**self.arguments, num_warps=self.warps, num_stages=self.stages)
 
 
 @dataclass(frozen=True)

@@ -9,21 +9,6 @@ Kind = Literal["forward", "dkdv", "dk", "dv", "dq"]
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What a kernel is compiled for.
-
-    Attributes:
-        hopper: compute capability 9: wgmma, tensor descriptors and 227 KiB of shared memory a block.
-        interpreted: no machine at all: Triton's interpreter, on CPU tensors.
-        tf32x3: float32 products by three tensor-core products, which keep float32's precision.
-    """
-
-    hopper: bool = False
-    interpreted: bool = False
-    tf32x3: bool = False
-
-
-@dataclass(frozen=True)
 class Tiles:
     """`queries` x `keys` scores at a time, by `warps` warps, with `stages` tiles of the walked side under way."""
 

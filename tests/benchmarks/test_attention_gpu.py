@@ -8,7 +8,7 @@ from benchmarks.attention_gpu import SPANS, checks, gathered, page, shards, zigz
 from meshplan.kernels.attention import block
 from meshplan.ops.attention.block import Span
 from tests.benchmarks.scripts import report_of
-from tests.kernels.attention.interpreted import interpreted
+from tests.kernels.interpreted import interpreted
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from meshplan.errors import PlanError
 from meshplan.kernels.attention import block, launch
 from meshplan.kernels.attention.block import Span
-from meshplan.kernels.attention.tiles import Machine, Tiles
-from tests.kernels.attention.interpreted import interpreted
+from meshplan.kernels.attention.tiles import Tiles
+from meshplan.kernels.launch import Machine
 from tests.kernels.attention.reference import Outcome, Problem, expected, problem
+from tests.kernels.interpreted import interpreted
 
 # Of the largest value: float32 sums, however many blocks they go through.
 EXACT = 3e-6

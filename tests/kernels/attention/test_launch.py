@@ -15,8 +15,9 @@ from meshplan.kernels.attention.block import Span
 from meshplan.kernels.attention.forward import forward_kernel
 from meshplan.kernels.attention.launch import Docs, limits
 from meshplan.kernels.attention.tile import document_limits, tiles_seen
-from meshplan.kernels.attention.tiles import Machine, Width, splits_backward, tiles_for, width_of
-from tests.kernels.attention.interpreted import interpreted
+from meshplan.kernels.attention.tiles import Width, splits_backward, tiles_for, width_of
+from meshplan.kernels.launch import Machine
+from tests.kernels.interpreted import interpreted
 
 HOPPER = Machine(hopper=True, tf32x3=True)
 

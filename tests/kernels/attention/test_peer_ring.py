@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 
 from meshplan.errors import PlanError
 from meshplan.kernels.attention.peer_ring import Memory, P2PRing, SymmetricRing, region_size
-from tests.kernels.attention.interpreted import interpreted
+from tests.kernels.interpreted import interpreted
 from tests.runtime.rings import ROUNDS, WINDOW, turns
 
 
