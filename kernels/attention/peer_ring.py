@@ -9,9 +9,7 @@ a ring's hop costs, and no rank waits for what a rank in between has to pass on.
     publish   wait for taken >= e - 2 of whoever reads the window, copy the message there, set ready[me] = e at every peer
     pull      wait for ready[r] >= e, copy window[e % 2] of rank r, set taken[me] = e at rank r
 
-Flags only grow, and are waited for with >=: a peer that is an epoch ahead may have set the next one already. A flag is
-set by a release and read by an acquire at system scope, behind a barrier of the program, since Triton before 3.9 puts
-none before a release. Everything is ordered by streams; no rank waits on the host.
+How flags are set and waited for is in `flags.py`. Everything is ordered by streams; no rank waits on the host.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshplan.errors import PlanError
+from meshplan.kernels.flags import await_flag, set_flag
 from meshplan.runtime.peer_ring import SLOTS, Coming, PeerRing, PullRing
 
 _WORD = 4
@@ -222,29 +221,19 @@ def _words(message: Tensor) -> Tensor:
     return flat.view(torch.int32)
 
 
-@triton.jit
-def _await(flag, epoch):
-    """Wait until `flag` is `epoch` or more; what was written before it was set can be read after."""
-    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    while seen < epoch:
-        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    tl.debug_barrier()
-
-
 @triton.jit(do_not_specialize=["first", "rank", "epoch"])
 def wait_kernel(flags, first, rank, epoch):
     """One program for each of the peers from `first` on, which ends when that peer's flag is `epoch` or more."""
     peer = first + tl.program_id(0)
     if peer != rank:
-        _await(flags + peer, epoch)
+        await_flag(flags + peer, epoch)
 
 
 @triton.jit(do_not_specialize=["rank", "epoch"])
 def publish_kernel(ready_at, rank, epoch):
     """One program for each rank, which sets this rank's flag there."""
     flag = tl.load(ready_at + tl.program_id(0)).to(tl.pointer_type(tl.int32))
-    tl.debug_barrier()
-    tl.atomic_xchg(flag + rank, epoch, sem="release", scope="sys")
+    set_flag(flag + rank, epoch)
 
 
 @triton.jit(do_not_specialize=["source", "rank", "epoch"])
@@ -252,7 +241,7 @@ def pull_kernel(
     windows, source, offset, out, words, ready, taken_at, rank, epoch, finished, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Copy `words` int32 from the window of `source` once it has published `epoch`; the last program says that it is done."""
-    _await(ready + source, epoch)
+    await_flag(ready + source, epoch)
     window = tl.load(windows + source).to(tl.pointer_type(tl.int32))
     # After the cast, which forgets what is known of alignment: without it a load is 2 bytes wide, not 16.
     window = tl.multiple_of(window, 16) + offset
@@ -264,5 +253,4 @@ def pull_kernel(
     if before == tl.num_programs(0) - 1:
         tl.store(finished, 0)  # for the next pull, which is behind this one on the stream
         flag = tl.load(taken_at + source).to(tl.pointer_type(tl.int32))
-        tl.debug_barrier()
-        tl.atomic_xchg(flag + rank, epoch, sem="release", scope="sys")
+        set_flag(flag + rank, epoch)
