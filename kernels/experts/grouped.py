@@ -74,11 +74,12 @@ def grouped_mlp(x: Tensor, counts: tuple[int, ...], experts: Packed) -> Tensor:
 
 
 def times(
-    x: Tensor, weight: Tensor, turned: bool, groups: Groups, width: int, bias: Tensor | None = None, **more: Any
+    x: Tensor, weight: Tensor, turned: bool, groups: Groups, bias: Tensor | None = None, half: bool = False, **more: Any
 ) -> Tensor:
-    """Rows times their experts' weights, [N, width]; `more` as in `rows_launch`."""
+    """Rows times their experts' weights, [N, out], `half` of it if a unit is made; `more` as in `rows_launch`."""
     x = _unit(x)
-    out = x.new_empty(sum(groups.counts), width)
+    width = weight.shape[2 if turned else 1]
+    out = x.new_empty(sum(groups.counts), width // 2 if half else width)
     rows_launch(x, weight, turned, groups, out, machine_of(x.device), bias=_packed(bias), **more).run()
     return out
 
@@ -104,10 +105,10 @@ def mlp_forward(
     rows = sum(groups.counts)
     h = x.new_empty(rows, 2 * experts.width) if keep else None
     unit = times(
-        x, experts.up, experts.turned, groups, experts.width, experts.up_bias,
-        do=UNIT.value, pair=experts.pair, h=h, gather=gather,
+        x, experts.up, experts.turned, groups, experts.up_bias, half=True, do=UNIT.value,
+        pair=experts.pair, h=h, gather=gather,
     )  # fmt: skip
-    return times(unit, experts.down, experts.turned, groups, x.shape[1], experts.down_bias), h
+    return times(unit, experts.down, experts.turned, groups, experts.down_bias), h
 
 
 def mlp_backward(
@@ -115,15 +116,13 @@ def mlp_backward(
 ) -> MlpGradients:
     """The gradients that are wanted, from that of y; x are the rows themselves."""
     turned, dh = experts.turned, torch.empty_like(h)
-    unit = times(
-        dy, experts.down, not turned, groups, experts.width, do=UNIT_GRADIENTS.value, pair=experts.pair, h=h, dh=dh
-    )
+    unit = times(dy, experts.down, not turned, groups, do=UNIT_GRADIENTS.value, pair=experts.pair, h=h, dh=dh)
 
     def weights(grad: Tensor, rows: Tensor, like: Tensor) -> Tensor:
         return sums(rows, grad, groups, like) if turned else sums(grad, rows, groups, like)
 
     return MlpGradients(
-        times(dh, experts.up, not turned, groups, x.shape[1]) if wanted[0] else None,
+        times(dh, experts.up, not turned, groups) if wanted[0] else None,
         weights(dh, x, experts.up) if wanted[1] else None,
         weights(dy, unit, experts.down) if wanted[2] else None,
         column_sums(dh, groups, experts.up_bias) if wanted[3] and experts.up_bias is not None else None,
@@ -136,14 +135,14 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, turned: bool) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.groups, ctx.turned = groups, turned
-        return times(x, weight, turned, groups, weight.shape[2 if turned else 1], bias)
+        return times(x, weight, turned, groups, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         require_first("experts")
         x, weight, bias = ctx.saved_tensors
         groups, turned, wanted = ctx.groups, ctx.turned, ctx.needs_input_grad
-        dx = times(grad, weight, not turned, groups, x.shape[1]) if wanted[0] else None
+        dx = times(grad, weight, not turned, groups) if wanted[0] else None
         left, right = (x, grad) if turned else (grad, x)
         dw = sums(left, right, groups, weight) if wanted[1] else None
         return dx, dw, column_sums(grad, groups, bias) if wanted[2] else None, None, None

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meshplan.kernels.experts.matmul import PLAIN, UNIT, UNIT_GRADIENTS, columns_kernel, rows_kernel, sums_kernel
-from meshplan.kernels.experts.tiles import INTERPRETED, Kind, Tiles, tiles_for
+from meshplan.kernels.experts.tiles import INTERPRETED, Kind, tiles_for
 from meshplan.kernels.launch import Launch, Machine
 
 _GROUP = 8
@@ -212,8 +212,11 @@ def _tiles(counts: Sequence[int], height: int) -> Any:
 def _describable(x: Tensor) -> bool:
     """Whether a tensor descriptor can stand for `x`: 16-byte steps from a 16-byte boundary, and something in it."""
     steps = [s * x.element_size() for s in x.stride()[:-1]]
-    return x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and math.prod(x.shape) > 0 and all(
-        s > 0 and s % 16 == 0 for s in steps
+    return (
+        x.data_ptr() % 16 == 0
+        and x.stride(-1) == 1
+        and math.prod(x.shape) > 0
+        and all(s > 0 and s % 16 == 0 for s in steps)
     )
 
 

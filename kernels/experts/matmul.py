@@ -212,5 +212,7 @@ def columns_kernel(x, out, starts, width, x_row, R: tl.constexpr, W: tl.constexp
     for row in range(start, end, R):
         r = row + tl.arange(0, R)
         inside = (r < end)[:, None] & (c < width)[None, :]
-        sums += tl.sum(tl.load(x + r.to(tl.int64)[:, None] * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32), 0)
+        sums += tl.sum(
+            tl.load(x + r.to(tl.int64)[:, None] * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32), 0
+        )
     tl.store(out + e * width + c, narrow(sums, out.dtype.element_ty, WIDEN), mask=c < width)

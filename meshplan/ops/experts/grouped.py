@@ -3,7 +3,8 @@
     rows    0 0 0 | 2 2     counts (3, 0, 2): rows of expert 0, none of expert 1, two of expert 2
     weight  [E, out, in] as in `nn.Linear`, or [E, in, out] with `turned`
 
-One matmul an expert, whichever dtype: exact in float64. In bfloat16 on CUDA torch's grouped matmul does all in one launch. An
+One matmul an expert, whichever dtype: exact in float64. On CUDA the Triton kernels of `meshplan.kernels.experts` do all experts
+in one launch, and the gated unit in it; where they cannot run (compiled code), torch's grouped matmul does in bfloat16. An
 expert without rows has a gradient of zeros.
 """
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshplan import compat
 from meshplan.errors import PlanError
 from meshplan.ops.derivative import require_first
 
@@ -49,17 +51,26 @@ def grouped_linear(
     Raises:
         PlanError: `experts-shape`.
     """
-    fan_in, fan_out = (weight.shape[1], weight.shape[2]) if turned else (weight.shape[2], weight.shape[1])
-    good = x.dim() == 2 and fan_in == x.shape[1] and len(counts) == weight.shape[0] and sum(counts) == x.shape[0]
-    if not good or (bias is not None and list(bias.shape) != [weight.shape[0], fan_out]):
-        raise PlanError(
-            f"grouped experts got rows {list(x.shape)}, counts {list(counts)}, weights {list(weight.shape)}"
-            + ("" if bias is None else f" and biases {list(bias.shape)}"),
-            code="experts-shape",
-            legal="rows [N, in] with N the sum of the counts, weights [E, out, in] (turned: [E, in, out]), biases [E, out]",
-        )
+    _check(x.shape, counts, weight, bias, turned)
     x, weight, bias = _as_autocast(x), _as_autocast(weight), None if bias is None else _as_autocast(bias)
+    if (kernels := fastest(x, weight, bias)) is not None:
+        return kernels.grouped_linear(x, tuple(counts), weight, bias, turned)  # type: ignore[no-any-return]
     return _Grouped.apply(x, weight, bias, tuple(counts), turned)  # type: ignore[no-any-return]
+
+
+def fastest(*tensors: Tensor | None) -> Any:
+    """The Triton kernels, `meshplan.kernels.experts.grouped`, where they take what is at hand; None where torch's own operations
+    do it: on CPU, in float64, in mixed dtypes, on tensors without data, and in compiled code."""
+    there = [t for t in tensors if t is not None]
+    if any(not t.is_cuda or t.dtype != there[0].dtype or t.dtype == torch.float64 for t in there):
+        return None
+    if torch.compiler.is_compiling() or any(compat.is_fake(t) for t in there):
+        return None
+    try:
+        from meshplan.kernels.experts import grouped as kernels
+    except ImportError:  # a CUDA build of torch brings Triton along; others may not
+        return None
+    return kernels
 
 
 def grouped_mlp(
@@ -94,6 +105,10 @@ def grouped_mlp(
     """
     if isinstance(activation, str) and activation not in ACTIVATIONS:
         raise PlanError(f"experts have no activation {activation!r}", code="bad-value", legal=list(ACTIVATIONS))
+    if gated and (activation == "silu" or activation is clamped_swiglu):
+        made = _fused_mlp(x, counts, (up, down, up_bias, down_bias), interleaved, activation is clamped_swiglu, turned)
+        if made is not None:
+            return made
     h = grouped_linear(x, counts, up, up_bias, turned)
     if not gated:
         h = (ACTIVATIONS[activation] if isinstance(activation, str) else activation)(h)
@@ -101,6 +116,40 @@ def grouped_mlp(
         gate, other = (h[:, ::2], h[:, 1::2]) if interleaved else h.chunk(2, -1)
         h = ACTIVATIONS[activation](gate) * other if isinstance(activation, str) else activation(gate, other)
     return grouped_linear(h, counts, down, down_bias, turned)
+
+
+def _check(rows: Sequence[int], counts: Sequence[int], weight: Tensor, bias: Tensor | None, turned: bool) -> None:
+    fan_in, fan_out = (weight.shape[1], weight.shape[2]) if turned else (weight.shape[2], weight.shape[1])
+    good = len(rows) == 2 and list(rows) == [sum(counts), fan_in] and len(counts) == weight.shape[0]
+    if not good or (bias is not None and list(bias.shape) != [weight.shape[0], fan_out]):
+        raise PlanError(
+            f"grouped experts got rows {list(rows)}, counts {list(counts)}, weights {list(weight.shape)}"
+            + ("" if bias is None else f" and biases {list(bias.shape)}"),
+            code="experts-shape",
+            legal="rows [N, in] with N the sum of the counts, weights [E, out, in] (turned: [E, in, out]), biases [E, out]",
+        )
+
+
+def _fused_mlp(
+    x: Tensor,
+    counts: Sequence[int],
+    weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    interleaved: bool,
+    clamped: bool,
+    turned: bool,
+) -> Tensor | None:
+    """`grouped_mlp` of a gated unit by the kernels, None where these do not run."""
+    up, down, up_bias, down_bias = (None if t is None else _as_autocast(t) for t in weights)
+    x = _as_autocast(x)
+    if (kernels := fastest(x, up, down, up_bias, down_bias)) is None:
+        return None
+    assert up is not None and down is not None
+    _check(x.shape, counts, up, up_bias, turned)
+    # Half of a width that is odd is no width.
+    packed = up.shape[2 if turned else 1]
+    _check((x.shape[0], packed // 2 if packed % 2 == 0 else -1), counts, down, down_bias, turned)
+    experts = kernels.Packed(up, down, up_bias, down_bias, kernels.Pair(interleaved, clamped), turned)
+    return kernels.grouped_mlp(x, tuple(counts), experts)  # type: ignore[no-any-return]
 
 
 class _Grouped(torch.autograd.Function):

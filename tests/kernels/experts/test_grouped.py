@@ -70,9 +70,7 @@ def check_mlp(counts, h, f, interleaved, turned, clamped, bias, dtype) -> None:
     unit = plain.clamped_swiglu if clamped else "silu"
 
     def theirs(x, up, down, *biases):
-        return plain.grouped_mlp(
-            x, counts, up, down, *biases, activation=unit, interleaved=interleaved, turned=turned
-        )
+        return plain.grouped_mlp(x, counts, up, down, *biases, activation=unit, interleaved=interleaved, turned=turned)
 
     def mine(x, *tensors):
         return grouped.grouped_mlp(x, counts, Packed(*tensors, Pair(interleaved, clamped), turned))
@@ -171,6 +169,31 @@ def test_backward_may_run_twice():
     out = grouped.grouped_mlp(x, (2, 4), Packed(up, down)).sum()
     first, second = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
+
+
+@interpreted
+def test_the_operator_hands_its_tensors_over(monkeypatch):
+    """What it does on CUDA: fused where it knows the unit, by matmuls elsewhere; refusals are its own."""
+    torch.manual_seed(5)
+    monkeypatch.setattr(plain, "fastest", lambda first, *_: None if first.dtype == torch.float64 else grouped)
+    fused = []
+    monkeypatch.setattr(grouped, "grouped_mlp", lambda *a, f=grouped.grouped_mlp: fused.append(1) or f(*a))
+    x, up, down, down_bias = torch.randn(9, 6), torch.randn(3, 10, 6), torch.randn(3, 7, 5), torch.randn(3, 7)
+    for activation, count in (("silu", 1), ("gelu", 1), (plain.clamped_swiglu, 2)):
+
+        def call(x, up, down, down_bias, activation=activation):
+            return plain.grouped_mlp(x, (4, 0, 5), up, down, None, down_bias, activation=activation)
+
+        compare(call, call, [x, up, down, down_bias])
+        assert len(fused) == count
+    for wrong in (torch.randn(3, 7, 4), torch.randn(2, 7, 5)):
+        with pytest.raises(PlanError) as caught:
+            plain.grouped_mlp(x, (4, 0, 5), up, wrong)
+        assert caught.value.code == "experts-shape"
+
+
+def test_on_cpu_the_plain_operations_stay():
+    assert plain.fastest(torch.zeros(2, 3), None) is None
 
 
 @interpreted
