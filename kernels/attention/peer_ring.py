@@ -14,7 +14,6 @@ How flags are set and waited for is in `flags.py`. Everything is ordered by stre
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from meshplan.errors import PlanError
 from meshplan.kernels.flags import await_flag, set_flag
+from meshplan.kernels.peers import Mapped, map_regions
 from meshplan.runtime.peer_ring import SLOTS, Coming, PeerRing, PullRing
 
 _WORD = 4
@@ -60,35 +60,34 @@ def region_size(window: int, ranks: int) -> int:
 def open_ring(group: dist.ProcessGroup, window: int, device: torch.device) -> PeerRing:
     """A ring over `group` for messages of up to `window` bytes: through peers' memory on one node, by send and receive elsewhere.
 
-    Uses the CUDA backend of torch's symmetric memory, no NVSHMEM. Every rank calls it, with the same `window`.
+    Every rank calls it, with the same `window`.
     """
     window = triton.cdiv(window, 16) * 16
-    places: list[Any] = [None] * group.size()
-    reach = device.type == "cuda" and not torch.version.hip
-    peers = [torch.cuda.can_device_access_peer(device, d) for d in _others(device)] if reach else []
-    dist.all_gather_object(places, (socket.gethostname(), reach and all(peers)), group)
-    if len({host for host, _ in places}) > 1 or not all(reachable for _, reachable in places):
+    mapped = map_regions(group, region_size(window, group.size()), device)
+    if mapped is None:
         return P2PRing(group)
-    return symmetric_ring(group, window, device)
+    return _mapped_ring(group, window, mapped)
 
 
 def symmetric_ring(group: dist.ProcessGroup, window: int, device: torch.device) -> SymmetricRing:
-    """A ring through peers' memory over `group`, all of whose devices reach each other. Every rank calls it, with an equal
-    `window`, a multiple of 16 bytes."""
-    from torch.distributed import _symmetric_memory as symmetric
+    """A ring through peers' memory over `group`. Every rank calls it, with an equal `window`, a multiple of 16 bytes.
 
-    symmetric.set_backend("CUDA")
-    local = symmetric.empty(region_size(window, group.size()), dtype=torch.uint8, device=device)
-    local.zero_()
-    handle = symmetric.rendezvous(local, group)
-    handle.barrier()
-    ring = SymmetricRing(Memory(group.rank(), local, list(handle.buffer_ptrs), window))
-    ring.handle = handle
+    Raises:
+        PlanError: `peers-out-of-reach` where a device of the group cannot reach another's memory.
+    """
+    mapped = map_regions(group, region_size(window, group.size()), device)
+    if mapped is None:
+        raise PlanError(
+            "the devices of a ring do not reach each other's memory", code="peers-out-of-reach",
+            legal="transport: send, or GPUs of one node with peer access",
+        )  # fmt: skip
+    return _mapped_ring(group, window, mapped)
+
+
+def _mapped_ring(group: dist.ProcessGroup, window: int, mapped: Mapped) -> SymmetricRing:
+    ring = SymmetricRing(Memory(group.rank(), mapped.local, mapped.pointers, window))
+    ring.handle = mapped.keep
     return ring
-
-
-def _others(device: torch.device) -> list[int]:
-    return [d for d in range(torch.cuda.device_count()) if d != device.index]
 
 
 class SymmetricRing(PullRing):

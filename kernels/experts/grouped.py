@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshplan.kernels.experts.launch import Gather, Groups, Pair, columns_launch, rows_launch, sums_launch
 from meshplan.kernels.experts.matmul import UNIT, UNIT_GRADIENTS
-from meshplan.kernels.experts.numbers import check_dtype, machine_of
+from meshplan.kernels.experts.numbers import check_dtype, machine_of, unit_stride
 from meshplan.ops.derivative import require_first
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -77,7 +77,7 @@ def times(
     x: Tensor, weight: Tensor, turned: bool, groups: Groups, bias: Tensor | None = None, half: bool = False, **more: Any
 ) -> Tensor:
     """Rows times their experts' weights, [N, out], `half` of it if a unit is made; `more` as in `rows_launch`."""
-    x = _unit(x)
+    x = unit_stride(x)
     width = weight.shape[2 if turned else 1]
     out = x.new_empty(sum(groups.counts), width // 2 if half else width)
     rows_launch(x, weight, turned, groups, out, machine_of(x.device), bias=_packed(bias), **more).run()
@@ -87,14 +87,14 @@ def times(
 def sums(a: Tensor, b: Tensor, groups: Groups, like: Tensor) -> Tensor:
     """The sum of a^T b over each expert's rows, as contiguous as it can be, in the dtype of `like`."""
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    sums_launch(_unit(a), _unit(b), groups, out, machine_of(a.device)).run()
+    sums_launch(unit_stride(a), unit_stride(b), groups, out, machine_of(a.device)).run()
     return out
 
 
 def column_sums(x: Tensor, groups: Groups, like: Tensor) -> Tensor:
     """The sum over each expert's rows."""
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    columns_launch(_unit(x), groups, out, machine_of(x.device)).run()
+    columns_launch(unit_stride(x), groups, out, machine_of(x.device)).run()
     return out
 
 
@@ -179,10 +179,6 @@ def _check(x: Tensor, *others: Tensor | None) -> None:
     machine_of(x.device)
     check_dtype(x.dtype, known=DTYPES)
     check_dtype(*(t.dtype for t in others if t is not None), known=(x.dtype,))
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _packed(bias: Tensor | None) -> Tensor | None:

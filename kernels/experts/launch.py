@@ -143,7 +143,7 @@ def rows_launch(
         "TMA_B": tma,
         **_numbers(a, machine),
     }
-    most = machine.processors - (0 if gather is None else gather.spare)
+    most = max(1, machine.processors - (0 if gather is None else gather.spare))
     programs = min(most, table.shape[0] * triton.cdiv(width, tiles.columns))
     return Launch(rows_kernel, programs, arguments, tiles.warps, tiles.stages)
 

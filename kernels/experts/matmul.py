@@ -60,6 +60,43 @@ def _weights(
 
 
 @triton.jit
+def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
+    return tl.split(x.reshape(BM, 2, BN // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def _quarters(x, BM: tl.constexpr, BN: tl.constexpr):
+    """The columns of [BM, BN] in four parts."""
+    left, right = _halves(x, BM, BN)
+    a, b = _halves(left, BM, BN // 2)
+    c, d = _halves(right, BM, BN // 2)
+    return a, b, c, d
+
+
+@triton.jit
+def _unit(
+    gate, up, h, out, row, end, n, width,
+    BM: tl.constexpr, BN: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The unit's value, of gate and up as they are kept: backward then makes the same value again."""
+    gate = narrow(gate, out.dtype.element_ty, WIDEN)
+    up = narrow(up, out.dtype.element_ty, WIDEN)
+    if h is not None:
+        write_pair(h, gate, up, row, end, n, width, BM, BN, INTERLEAVED, WIDEN)
+    value = unit(gate.to(tl.float32), up.to(tl.float32), CLAMPED)
+    write_tile(out, value, row, end, n, width, width, BM, BN, WIDEN)
+
+
+@triton.jit
+def _unit_of_both(
+    x, h, out, row, end, n, width, BM: tl.constexpr, BN: tl.constexpr, CLAMPED: tl.constexpr, WIDEN: tl.constexpr
+):
+    """The same of gate and up that alternate in [BM, 2 BN]."""
+    gate, up = tl.split(x.reshape(BM, BN, 2))
+    _unit(gate, up, h, out, row, end, n, width, BM, BN, True, CLAMPED, WIDEN)
+
+
+@triton.jit
 def _unit_gradients(
     grad, h, dh, out, row, end, n, width,
     BM: tl.constexpr, BN: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, WIDEN: tl.constexpr,
@@ -124,23 +161,22 @@ def rows_kernel(
             acc += tl.load(line + c, mask=c < full * width, other=0.0).to(tl.float32)[None, :]
             if TWO:
                 acc2 += tl.load(line + width + c, mask=c < width, other=0.0).to(tl.float32)[None, :]
-        if PAIR:
-            if INTERLEAVED:
-                gate, up = tl.split(acc.reshape(BM, BN, 2))
-            else:
-                gate, up = acc, acc2
-            # Of gate and up as they are kept: backward then makes the same value again.
-            gate = narrow(gate, out.dtype.element_ty, WIDEN)
-            up = narrow(up, out.dtype.element_ty, WIDEN)
-            if h is not None:
-                write_pair(h, gate, up, row, end, n, width, BM, BN, INTERLEAVED, WIDEN)
-            value = unit(gate.to(tl.float32), up.to(tl.float32), CLAMPED)
-            write_tile(out, value, row, end, n, width, width, BM, BN, WIDEN)
+        # What is made of a tile of products comes part after part: all of it does not fit into the registers.
+        Q: tl.constexpr = BN // 4
+        if TWO:
+            _unit(acc, acc2, h, out, row, end, n, width, BM, BN, False, CLAMPED, WIDEN)
+        elif PAIR:
+            x1, x2, x3, x4 = _quarters(acc, BM, BW)
+            _unit_of_both(x1, h, out, row, end, n, width, BM, Q, CLAMPED, WIDEN)
+            _unit_of_both(x2, h, out, row, end, n + Q, width, BM, Q, CLAMPED, WIDEN)
+            _unit_of_both(x3, h, out, row, end, n + 2 * Q, width, BM, Q, CLAMPED, WIDEN)
+            _unit_of_both(x4, h, out, row, end, n + 3 * Q, width, BM, Q, CLAMPED, WIDEN)
         elif DO == UNIT_GRADIENTS:
-            # One half of the columns after the other: all of it does not fit into the registers.
-            left, right = tl.split(acc.reshape(BM, 2, BN // 2).permute(0, 2, 1))
-            _unit_gradients(left, h, dh, out, row, end, n, width, BM, BN // 2, INTERLEAVED, CLAMPED, WIDEN)
-            _unit_gradients(right, h, dh, out, row, end, n + BN // 2, width, BM, BN // 2, INTERLEAVED, CLAMPED, WIDEN)
+            x1, x2, x3, x4 = _quarters(acc, BM, BN)
+            _unit_gradients(x1, h, dh, out, row, end, n, width, BM, Q, INTERLEAVED, CLAMPED, WIDEN)
+            _unit_gradients(x2, h, dh, out, row, end, n + Q, width, BM, Q, INTERLEAVED, CLAMPED, WIDEN)
+            _unit_gradients(x3, h, dh, out, row, end, n + 2 * Q, width, BM, Q, INTERLEAVED, CLAMPED, WIDEN)
+            _unit_gradients(x4, h, dh, out, row, end, n + 3 * Q, width, BM, Q, INTERLEAVED, CLAMPED, WIDEN)
         else:
             write_tile(out, acc, row, end, n, width, width, BM, BN, WIDEN)
 

@@ -1,10 +1,11 @@
-"""What expert kernels share: which machine they run on, and values rounded alike on a GPU and in the interpreter."""
+"""What expert kernels share: their machine, tensors as they take them, and values rounded alike with and without a GPU."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from meshplan.errors import PlanError
 from meshplan.kernels.launch import Machine
@@ -31,6 +32,11 @@ def check_dtype(*dtypes: torch.dtype, known: tuple[torch.dtype, ...] = DTYPES) -
 def accumulator(dtype: torch.dtype) -> tl.dtype:
     """What values of `dtype` are summed in."""
     return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """`x` with its last dim's numbers one after the other: what kernels read."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @triton.jit

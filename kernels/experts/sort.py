@@ -84,7 +84,7 @@ def _empty(keys: Tensor, experts: int) -> Sorted:
 def sort_launches(keys: Tensor, experts: int, out: Sorted, machine: Machine) -> Iterator[Launch]:
     """The three kernels, into `out`."""
     flat = keys.contiguous().view(-1)
-    size, block = flat.numel(), 16 if machine.interpreted else 256
+    size, block = flat.numel(), 16 if machine.interpreted else 128
     # Two columns more: slots with no expert, and places of the last block that hold no slot.
     columns = max(_COLUMNS, triton.next_power_of_2(experts + 2))
     blocks = max(1, triton.cdiv(size, block))
@@ -94,7 +94,7 @@ def sort_launches(keys: Tensor, experts: int, out: Sorted, machine: Machine) -> 
     yield Launch(count_kernel, blocks, shared, 4, 1)
     scan = {"table": table, "totals": totals, "blocks": blocks, "C": columns, "R": _BLOCKS, "W": _COLUMNS}
     yield Launch(scan_kernel, columns // _COLUMNS, scan, 4, 1)
-    yield Launch(settle_kernel, blocks, {**shared, **out._asdict(), "totals": totals}, 8, 1)
+    yield Launch(settle_kernel, blocks, {**shared, **out._asdict(), "totals": totals}, 4, 1)
 
 
 def tables_launch(slots: Tensor, n: int, k: int, rows: Tensor, place: Tensor) -> Launch:

@@ -24,18 +24,18 @@ class Tiles:
 
 # `benchmarks/experts_compile.py` compiles all of them, and fails where one of 16-bit inputs spills a register.
 _HOPPER: dict[Kind, Tiles] = {
-    "plain": Tiles(128, 256, 64, 8, 3),
-    "unit": Tiles(128, 128, 64, 8, 3),
-    "gradients": Tiles(128, 128, 64, 8, 3),
-    "sums": Tiles(128, 256, 64, 8, 3),
+    "plain": Tiles(128, 256, 64, 8, 4),
+    "unit": Tiles(128, 128, 64, 8, 4),
+    "gradients": Tiles(128, 128, 64, 8, 4),
+    "sums": Tiles(128, 256, 64, 8, 4),
 }
 
 # Where experts have few rows, each: half of a tile would be empty.
 _HOPPER_FEW: dict[Kind, Tiles] = {
-    "plain": Tiles(64, 256, 64, 4, 3),
-    "unit": Tiles(64, 128, 64, 4, 3),
-    "gradients": Tiles(64, 128, 64, 4, 3),
-    "sums": Tiles(128, 256, 64, 8, 3),
+    "plain": Tiles(64, 256, 64, 4, 4),
+    "unit": Tiles(64, 128, 64, 4, 4),
+    "gradients": Tiles(64, 128, 64, 4, 4),
+    "sums": Tiles(128, 256, 64, 8, 4),
 }
 _FEW = 64
 

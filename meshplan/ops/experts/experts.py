@@ -16,7 +16,7 @@ from meshplan.ops.experts.payload import check_payload
 from meshplan.ops.experts.twolevel import Levels, twolevel_experts
 from meshplan.runtime.comm import AxisGroup
 
-DISPATCHES = ("alltoall", "allgather", "twolevel")
+DISPATCHES = ("alltoall", "allgather", "twolevel", "fused")
 WORTH = 0.9
 """A token travels once per rank where that is at most this part of once per expert: indices and weights go along then."""
 
@@ -47,6 +47,7 @@ def routed_experts(
     levels: Levels | None = None,
     payload: str | None = None,
     meanwhile: Callable[[], object] | None = None,
+    window: Any = None,
 ) -> Tensor:
     """out[t] = sum over j of weights[t, j] expert_(indices[t, j])(tokens[t]), experts anywhere in `group`.
 
@@ -62,8 +63,8 @@ def routed_experts(
         body: this rank's experts on sorted rows, see `Body`.
         experts: how many there are on all ranks.
         group: the ranks that share one copy of them.
-        dispatch: `alltoall` (any size), `allgather` (small groups: the bytes do not depend on the routing) or `twolevel`
-            (several nodes: a token crosses to each once).
+        dispatch: `alltoall` (any size), `allgather` (small groups: the bytes do not depend on the routing), `twolevel`
+            (several nodes: a token crosses to each once) or `fused` (GPUs of one node, through each other's memory).
         dedup: a token travels once per rank and not once per expert; with `twolevel`, inside a node.
         equal: for `allgather`: all ranks have as many tokens.
         layout: where other ranks hold the same tokens, or parts of the same experts (`body` then returns summands). `group` is
@@ -72,12 +73,14 @@ def routed_experts(
         payload: `fp8` sends dispatched rows in 8 bits (see `payload.py`); results, and gradients, stay as they are.
         meanwhile: called once while dispatched rows are under way; what it computes has its backward while their gradients are.
             It may use collectives, the same ones on all ranks. See `with_shared`.
+        window: for `fused`: that memory, from `meshplan.kernels.experts.window.open_window`.
 
     Returns:
         [T, H] in the dtype of `tokens`.
 
     Raises:
-        PlanError: `experts-shape`, `experts-split`, `experts-levels`, `expert-index`, `bad-value`.
+        PlanError: `experts-shape`, `experts-split`, `experts-levels`, `expert-index`, `bad-value`; for `fused` also
+            `experts-fused`, `experts-overflow`, `experts-kernel`.
     """
     given = Routing(tokens, indices, weights)
     check(given, experts, group)
@@ -98,6 +101,8 @@ def routed_experts(
             return twolevel_experts(x, job, levels, dedup)
         if dispatch == "allgather":
             return allgather_experts(x, job, equal)
+        if dispatch == "fused":
+            return _fused(x, job, window)
         return alltoall_experts(x, job, dedup)
 
     return (layout or TokenLayout()).around(given, send)
@@ -120,3 +125,22 @@ def with_shared(
     made: list[Tensor] = []
     out = routed_experts(tokens, indices, weights, body, meanwhile=lambda: made.append(shared(tokens)), **options)
     return out + made[0]
+
+
+def _fused(x: Routing, job: Job, window: Any) -> Tensor:
+    group = job.group
+    fits = window is not None and (window.sizes.ranks, window.sizes.experts) == (group.size, job.experts)
+    if not fits or window.held != [group.rank]:
+        raise PlanError(
+            f"fused experts on {group.axis} of {group.size} ranks have no window into their memory",
+            code="experts-fused",
+            legal="dispatch: alltoall, allgather; or a window of these ranks and experts, where GPUs reach each other's memory",
+        )
+    if job.payload is not None or job.meanwhile is not None:
+        raise PlanError(
+            "fused experts take no payload of 8 bits and nothing to compute meanwhile", code="bad-value",
+            legal="dispatch: alltoall",
+        )  # fmt: skip
+    from meshplan.kernels.experts.fused import fused_experts
+
+    return fused_experts([x.tokens], [x.indices], [x.weights], [job.body], window)[0]

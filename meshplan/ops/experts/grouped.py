@@ -130,6 +130,29 @@ def _check(rows: Sequence[int], counts: Sequence[int], weight: Tensor, bias: Ten
         )
 
 
+def check_mlp(
+    rows: Sequence[int],
+    counts: Sequence[int],
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    turned: bool,
+    square: bool = False,
+) -> None:
+    """Raises PlanError `experts-shape` if `grouped_mlp` of a gated unit cannot take rows of that shape, or, with `square`, would
+    not return rows as wide."""
+    _check(rows, counts, up, up_bias, turned)
+    # Half of a width that is odd is no width.
+    packed = up.shape[2 if turned else 1]
+    _check((rows[0], packed // 2 if packed % 2 == 0 else -1), counts, down, down_bias, turned)
+    width = down.shape[2 if turned else 1]
+    if square and width != rows[1]:
+        raise PlanError(
+            f"experts make {width} numbers of {rows[1]}", code="experts-shape", legal="rows as wide as the tokens"
+        )
+
+
 def _fused_mlp(
     x: Tensor,
     counts: Sequence[int],
@@ -144,10 +167,7 @@ def _fused_mlp(
     if (kernels := fastest(x, up, down, up_bias, down_bias)) is None:
         return None
     assert up is not None and down is not None
-    _check(x.shape, counts, up, up_bias, turned)
-    # Half of a width that is odd is no width.
-    packed = up.shape[2 if turned else 1]
-    _check((x.shape[0], packed // 2 if packed % 2 == 0 else -1), counts, down, down_bias, turned)
+    check_mlp(x.shape, counts, up, down, up_bias, down_bias, turned)
     experts = kernels.Packed(up, down, up_bias, down_bias, kernels.Pair(interleaved, clamped), turned)
     return kernels.grouped_mlp(x, tuple(counts), experts)  # type: ignore[no-any-return]
 

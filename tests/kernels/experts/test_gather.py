@@ -19,7 +19,9 @@ TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-3, tor
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
     assert got.shape == want.shape
     if want.numel():
-        assert float((got.double() - want).abs().max()) <= TOLERANCE[got.dtype] * max(1.0, float(want.abs().max()))
+        assert float((got.detach().double() - want.detach()).abs().max()) <= TOLERANCE[got.dtype] * max(
+            1.0, float(want.detach().abs().max())
+        )
 
 
 def pairs_for(m: int, k: int, experts: int, seed: int, holes: bool) -> routing.Pairs:

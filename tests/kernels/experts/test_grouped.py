@@ -27,8 +27,8 @@ COUNTS = (18, 0, 3, 33)
 def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     assert got.shape == want.shape and got.dtype == dtype
     if want.numel():
-        error = float((got.double() - want).abs().max())
-        assert error <= TOLERANCE[dtype] * max(1.0, float(want.abs().max())), error
+        error = float((got.detach().double() - want.detach()).abs().max())
+        assert error <= TOLERANCE[dtype] * max(1.0, float(want.detach().abs().max())), error
 
 
 def compare(mine: Any, theirs: Any, tensors: list[Tensor | None]) -> None:
