@@ -6,21 +6,16 @@ python -m benchmarks.attention_compile --page docs/attention_kernels.md   # and 
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
-from benchmarks.kernel_table import MEMORY, SHARED, TENSOR, compiled, table, write_section
+from benchmarks.kernel_table import MEMORY, SHARED, TENSOR, Script, compiled
 from meshplan.kernels.attention import peer_ring
 from meshplan.kernels.attention.backward import dkdv_kernel, dq_kernel
 from meshplan.kernels.attention.block import new_state
@@ -210,29 +205,23 @@ Backward makes 7 products where 5 would do, 8 where dk and dv are apart: the pri
 """
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="head dim/mask/path, each or none of them: 256/causal/tma")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--page", type=Path, help="write the tables into this page")
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    wanted = set(filter(None, given.only.split("/")))
-    chosen: list[Case | None] = [case for case in cases() if wanted <= {str(case.d), case.mask, case.path}]
-    if not wanted:
-        chosen.append(None)
-    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
-        rows = [row for found in pool.map(rows_of, chosen) for row in found]
-    faults = [f"{row.kernel} {row.d} {row.mask} {row.path}: {fault}" for row in rows for fault in wrong(row)]
-    if given.json:
-        print(json.dumps({"rows": [asdict(row) for row in rows], "roofline": roofline(), "faults": faults}, indent=1))
-    else:
-        print(table([asdict(row) for row in rows]), table(roofline()), *faults, sep="\n\n")
-    if given.page is not None:
-        write_section(given.page, "Compiled", _PROSE + "\n" + table([asdict(row) for row in rows]))
-        write_section(given.page, "Limits", _ROOF + "\n" + table(roofline()))
-    return int(bool(faults))
+def chosen(words: set[str]) -> list[Case | None]:
+    """Cases that have all the words; the small kernels too where there are none."""
+    found: list[Case | None] = [case for case in cases() if words <= {str(case.d), case.mask, case.path}]
+    return found if words else [*found, None]
 
+
+SCRIPT = Script(
+    about=__doc__ or "",
+    only="head dim/mask/path, each or none of them: 256/causal/tma",
+    chosen=chosen,
+    rows_of=rows_of,
+    name=lambda row: f"{row.kernel} {row.d} {row.mask} {row.path}",
+    wrong=wrong,
+    limits=roofline,
+    compiled_prose=_PROSE,
+    limits_prose=_ROOF,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(SCRIPT.main())

@@ -8,14 +8,10 @@ Correctness comes first: if a kernel is wrong nothing is timed.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import attention_peers
-from benchmarks.kernel_table import table, write_section
+from benchmarks.gpu import GpuScript, matmul_ceiling, milliseconds, name_of
+from benchmarks.kernel_table import table
 from meshplan.kernels.attention import block
 from meshplan.ops.attention import block as plain
 from meshplan.ops.attention.block import Span, State
@@ -190,7 +187,7 @@ def checks(
         same = all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
         name = f"{d}" if d == dv else f"{d}/{dv}"
         error = errors(got, want)
-        yield {"d": name, "dtype": _name(dtype), "mask": mask, "error": error, "equal bits": same,
+        yield {"d": name, "dtype": name_of(dtype), "mask": mask, "error": error, "equal bits": same,
                "right": error <= TOLERANCE[dtype] and same}  # fmt: skip
     for dtype, causal in product(dtypes, (False, True)):
         size = max(16, lengths[0] // 8 * 8)
@@ -204,33 +201,8 @@ def checks(
         pulled = attention_peers.attention(split, block, partial(zigzag, chunk=size // RANKS // 2, causal=causal))
         for name, found in (("ring", passed), ("ring of peers", list(pulled))):
             error = errors(Outcome(*(gathered(list(x)) for x in zip(*found, strict=True))), want)
-            yield {"d": f"{d[0]}", "dtype": _name(dtype), "mask": f"{name}, {RANKS} ranks, {'causal' if causal else 'full'}",
+            yield {"d": f"{d[0]}", "dtype": name_of(dtype), "mask": f"{name}, {RANKS} ranks, {'causal' if causal else 'full'}",
                    "error": error, "equal bits": True, "right": error <= TOLERANCE[dtype]}  # fmt: skip
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def milliseconds(run: Callable[[], Any], rounds: int = 20) -> float:
-    """The median on the device's own clock, after a warm-up that compiles."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(rounds):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
-
-
-def matmul_ceiling() -> float:
-    """TFLOP/s of torch's bfloat16 matmul of 8192 x 8192."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / milliseconds(lambda: a @ b) / 1e9
 
 
 def timed(d: int, length: int, causal: bool) -> dict[str, Any]:
@@ -302,36 +274,15 @@ def page(facts: str, rows: list[dict[str, Any]] | None, checked: int = 0) -> str
     return f"{how}\n\nMeasured on {facts}; {checked} checks right.\n\n{table(rows)}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", type=Path, help="write the result into this page")
-    parser.add_argument("--check-only", action="store_true", help="stop after the checks")
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    if not torch.cuda.is_available():
-        why = "no CUDA device was at hand."
-        print(json.dumps({"measured": False, "why": why}) if given.json else f"Not measured: {why} Nothing was run.")
-        if given.page is not None:
-            write_section(given.page, "Measured", page(why, None))
-        return 0
-    checked = list(checks("cuda"))
-    if not all(row["right"] for row in checked):
-        print(table([row for row in checked if not row["right"]]), "Wrong: nothing was timed.", sep="\n\n")
-        return 1
-    print(f"{len(checked)} checks right, equal bits at every run", file=sys.stderr)
-    if given.check_only:
-        return 0
-    ceiling = matmul_ceiling()
-    rows = [timed(d, length, causal) for d, causal, length in product((64, 128), (False, True), LENGTHS)]
-    facts = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, matmul of 8192 x 8192 {ceiling:.0f} TFLOP/s"
-    if given.json:
-        print(json.dumps({"measured": True, "facts": facts, "checks": checked, "rows": rows}, indent=1))
-    else:
-        print(facts, table(rows), sep="\n\n")
-    if given.page is not None:
-        write_section(given.page, "Measured", page(facts, rows, len(checked)))
-    return 0
+def facts() -> str:
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, matmul of 8192 x 8192 {matmul_ceiling():.0f} TFLOP/s"
 
+
+def everything() -> list[dict[str, Any]]:
+    return [timed(d, length, causal) for d, causal, length in product((64, 128), (False, True), LENGTHS)]
+
+
+SCRIPT = GpuScript(about=__doc__ or "", checks=lambda: checks("cuda"), facts=facts, timed=everything, page=page)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(SCRIPT.main())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import multiprocessing
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +107,51 @@ def widths(ptx: str, kind: str) -> str:
         for size in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?,\s*(0x[0-9a-f]+|\d+)", ptx):
             found[int(size, 0)] += 1
     return ", ".join(f"{size} B x {n}" for size, n in sorted(found.items(), reverse=True))
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script that compiles cases and prints one table of what they became.
+
+    Attributes:
+        about: its docstring. only: what `--only` takes.
+        chosen: the cases that a set of words picks, all for none.
+        rows_of: the rows of a case, run in a process of its own; a row is a frozen dataclass.
+        name, wrong: of a row, how to call it, and what it must not be.
+        limits: rows of what the sizes allow. compiled_prose, limits_prose: what stands above both on a page.
+    """
+
+    about: str
+    only: str
+    chosen: Callable[[set[str]], Sequence[Any]]
+    rows_of: Callable[[Any], list[Any]]
+    name: Callable[[Any], str]
+    wrong: Callable[[Any], list[str]]
+    limits: Callable[[], list[dict[str, Any]]]
+    compiled_prose: str
+    limits_prose: str
+
+    def main(self) -> int:
+        """Exit status 1 where a row is wrong."""
+        parser = argparse.ArgumentParser(description=self.about, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--only", default="", help=self.only)
+        parser.add_argument("--jobs", type=int, default=2)
+        parser.add_argument("--page", type=Path, help="write the tables into this page")
+        parser.add_argument("--json", action="store_true")
+        given = parser.parse_args()
+        cases = self.chosen(set(filter(None, given.only.split("/"))))
+        with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
+            found = [row for rows in pool.map(self.rows_of, cases) for row in rows]
+        faults = [f"{self.name(row)}: {fault}" for row in found for fault in self.wrong(row)]
+        rows, limits = [asdict(row) for row in found], self.limits()
+        if given.json:
+            print(json.dumps({"rows": rows, "roofline": limits, "faults": faults}, indent=1))
+        else:
+            print(table(rows), table(limits), *faults, sep="\n\n")
+        if given.page is not None:
+            write_section(given.page, "Compiled", self.compiled_prose + "\n" + table(rows))
+            write_section(given.page, "Limits", self.limits_prose + "\n" + table(limits))
+        return int(bool(faults))
 
 
 def _tool(name: str, *arguments: str) -> str:

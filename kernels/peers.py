@@ -23,16 +23,19 @@ class Mapped(NamedTuple):
     keep: Any
 
 
-def map_regions(group: dist.ProcessGroup, size: int, device: torch.device) -> Mapped | None:
-    """A region of `size` bytes of each rank of `group`, None where they cannot reach each other: several nodes, or no NVLink or
-    PCIe peer access. Every rank calls it, with the same `size`, and all get the same answer."""
+def reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks of `group` are on one node, and each device reads every other's memory. Every rank calls it; all get the
+    same answer."""
     places: list[Any] = [None] * group.size()
     reach = device.type == "cuda" and not torch.version.hip
     others = [d for d in range(torch.cuda.device_count()) if d != device.index]
     peers = [torch.cuda.can_device_access_peer(device, d) for d in others] if reach else []
     dist.all_gather_object(places, (socket.gethostname(), reach and all(peers)), group)
-    if len({host for host, _ in places}) > 1 or not all(reachable for _, reachable in places):
-        return None
+    return len({host for host, _ in places}) == 1 and all(reachable for _, reachable in places)
+
+
+def map_regions(group: dist.ProcessGroup, size: int, device: torch.device) -> Mapped:
+    """A region of `size` bytes of each rank of `group`, which reach each other. Every rank calls it, with the same `size`."""
     from torch.distributed import _symmetric_memory as symmetric
 
     symmetric.set_backend("CUDA")

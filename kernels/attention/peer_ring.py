@@ -26,7 +26,7 @@ from torch import Tensor
 
 from meshplan.errors import PlanError
 from meshplan.kernels.flags import await_flag, set_flag
-from meshplan.kernels.peers import Mapped, map_regions
+from meshplan.kernels.peers import map_regions, reach_each_other
 from meshplan.runtime.peer_ring import SLOTS, Coming, PeerRing, PullRing
 
 _WORD = 4
@@ -63,28 +63,13 @@ def open_ring(group: dist.ProcessGroup, window: int, device: torch.device) -> Pe
     Every rank calls it, with the same `window`.
     """
     window = triton.cdiv(window, 16) * 16
-    mapped = map_regions(group, region_size(window, group.size()), device)
-    if mapped is None:
-        return P2PRing(group)
-    return _mapped_ring(group, window, mapped)
+    return symmetric_ring(group, window, device) if reach_each_other(group, device) else P2PRing(group)
 
 
 def symmetric_ring(group: dist.ProcessGroup, window: int, device: torch.device) -> SymmetricRing:
-    """A ring through peers' memory over `group`. Every rank calls it, with an equal `window`, a multiple of 16 bytes.
-
-    Raises:
-        PlanError: `peers-out-of-reach` where a device of the group cannot reach another's memory.
-    """
+    """A ring through peers' memory over `group`, all of whose devices reach each other. Every rank calls it, with an equal
+    `window`, a multiple of 16 bytes."""
     mapped = map_regions(group, region_size(window, group.size()), device)
-    if mapped is None:
-        raise PlanError(
-            "the devices of a ring do not reach each other's memory", code="peers-out-of-reach",
-            legal="transport: send, or GPUs of one node with peer access",
-        )  # fmt: skip
-    return _mapped_ring(group, window, mapped)
-
-
-def _mapped_ring(group: dist.ProcessGroup, window: int, mapped: Mapped) -> SymmetricRing:
     ring = SymmetricRing(Memory(group.rank(), mapped.local, mapped.pointers, window))
     ring.handle = mapped.keep
     return ring

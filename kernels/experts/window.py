@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshplan.errors import PlanError
-from meshplan.kernels.peers import map_regions
+from meshplan.kernels.peers import map_regions, reach_each_other
 
 _SLOTS = 2
 _ALIGN = 16
@@ -156,13 +156,13 @@ def open_window(group: dist.ProcessGroup, sizes: Sizes, device: torch.device) ->
     Raises:
         PlanError: `experts-fused`, on all ranks, where they cannot reach each other's memory.
     """
-    mapped = map_regions(group, sizes.region, device)
-    if mapped is None:
+    if not reach_each_other(group, device):
         raise PlanError(
             f"fused experts need GPUs of one node that reach each other's memory; the {group.size()} ranks have none",
             code="experts-fused",
             legal="dispatch: alltoall, allgather",
         )
+    mapped = map_regions(group, sizes.region, device)
     return Window(sizes, {group.rank(): mapped.local}, mapped.pointers, mapped.keep)
 
 

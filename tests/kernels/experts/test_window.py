@@ -75,6 +75,18 @@ def test_a_window_of_other_ranks_or_experts_is_refused():
         assert caught.value.code == "experts-fused"
 
 
+def test_what_only_other_dispatches_do_is_refused():
+    tokens, indices, weights = torch.zeros(2, H), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    window = logical(dataclasses.replace(SIZES, ranks=1))
+    for extra in ({"payload": "fp8"}, {"meanwhile": lambda: None}):
+        with pytest.raises(PlanError) as caught:
+            routed_experts(
+                tokens, indices, weights, lambda x, _: x,
+                experts=6, group=AxisGroup("ep", 1, 0), dispatch="fused", window=window, **extra,
+            )  # fmt: skip
+        assert caught.value.code == "bad-value"
+
+
 def opened() -> str:
     try:
         open_window(dist.group.WORLD, SIZES, torch.device("cpu"))
