@@ -63,8 +63,9 @@ def routed_experts(
         body: this rank's experts on sorted rows, see `Body`.
         experts: how many there are on all ranks.
         group: the ranks that share one copy of them.
-        dispatch: `alltoall` (any size), `allgather` (small groups: the bytes do not depend on the routing), `twolevel`
-            (several nodes: a token crosses to each once) or `fused` (GPUs of one node, through each other's memory).
+        dispatch: `alltoall` (any size), `allgather` (small groups: the bytes do not depend on the routing), `twolevel` (several
+            nodes: a token crosses to each once) or `fused` (GPUs of one node, through each other's memory: a token travels once
+            per rank; without `payload` and `meanwhile`).
         dedup: a token travels once per rank and not once per expert; with `twolevel`, inside a node.
         equal: for `allgather`: all ranks have as many tokens.
         layout: where other ranks hold the same tokens, or parts of the same experts (`body` then returns summands). `group` is
@@ -99,13 +100,33 @@ def routed_experts(
     def send(x: Routing) -> Tensor:
         if levels is not None:
             return twolevel_experts(x, job, levels, dedup)
-        if dispatch == "allgather":
-            return allgather_experts(x, job, equal)
         if dispatch == "fused":
             return _fused(x, job, window)
+        if dispatch == "allgather":
+            return allgather_experts(x, job, equal)
         return alltoall_experts(x, job, dedup)
 
     return (layout or TokenLayout()).around(given, send)
+
+
+def _fused(x: Routing, job: Job, window: Any) -> Tensor:
+    group = job.group
+    fits = window is not None and (window.sizes.ranks, window.sizes.experts) == (group.size, job.experts)
+    if not fits or window.held != [group.rank]:
+        raise PlanError(
+            f"fused experts on {group.axis} of {group.size} ranks have no window into their memory",
+            code="experts-fused",
+            legal="dispatch: alltoall, allgather; or a window of these ranks and experts, where GPUs reach each other's memory",
+        )
+    if job.payload is not None or job.meanwhile is not None:
+        raise PlanError(
+            "fused experts have no payload of their own, and nothing beside the exchange",
+            code="bad-value",
+            legal="payload=None and meanwhile=None, or dispatch 'alltoall'",
+        )
+    from meshplan.kernels.experts.fused import fused_experts
+
+    return fused_experts([x.tokens], [x.indices], [x.weights], [job.body], window)[0]
 
 
 def with_shared(
@@ -125,22 +146,3 @@ def with_shared(
     made: list[Tensor] = []
     out = routed_experts(tokens, indices, weights, body, meanwhile=lambda: made.append(shared(tokens)), **options)
     return out + made[0]
-
-
-def _fused(x: Routing, job: Job, window: Any) -> Tensor:
-    group = job.group
-    fits = window is not None and (window.sizes.ranks, window.sizes.experts) == (group.size, job.experts)
-    if not fits or window.held != [group.rank]:
-        raise PlanError(
-            f"fused experts on {group.axis} of {group.size} ranks have no window into their memory",
-            code="experts-fused",
-            legal="dispatch: alltoall, allgather; or a window of these ranks and experts, where GPUs reach each other's memory",
-        )
-    if job.payload is not None or job.meanwhile is not None:
-        raise PlanError(
-            "fused experts take no payload of 8 bits and nothing to compute meanwhile", code="bad-value",
-            legal="dispatch: alltoall",
-        )  # fmt: skip
-    from meshplan.kernels.experts.fused import fused_experts
-
-    return fused_experts([x.tokens], [x.indices], [x.weights], [job.body], window)[0]
