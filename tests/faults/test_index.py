@@ -143,6 +143,22 @@ INDEX = {
     "NVIDIA/Megatron-LM#1464": "distributed/test_context.py::test_three_steps_are_those_of_one_device",
     "pytorch/torchtitan#4387": "faults/test_context.py::test_image_slots_are_found_in_the_full_sequence",
     "huggingface/trl#4314": "faults/test_context.py::test_adapters_recompute_and_fsdp_go_together_with_cp",
+    # experts
+    "pytorch/pytorch#160285": "distributed/test_experts.py::test_two_steps_with_weight_decay_are_those_of_one_device",
+    "NVIDIA/Megatron-LM#5956": "distributed/test_experts.py::test_two_steps_with_weight_decay_are_those_of_one_device",
+    "huggingface/transformers#48205": "distributed/test_experts.py::test_two_steps_with_weight_decay_are_those_of_one_device",
+    "pytorch/torchtitan#2416": "distributed/test_experts.py::test_two_steps_with_weight_decay_are_those_of_one_device",
+    "NVIDIA/Megatron-LM#5916": "distributed/test_experts.py::test_accumulated_and_clipped_steps_are_those_of_one_device",
+    "NVIDIA/Megatron-LM#785": "distributed/test_experts.py::test_accumulated_and_clipped_steps_are_those_of_one_device",
+    "NVIDIA-NeMo/Automodel#3680": "distributed/test_experts.py::test_any_routing_is_exact",
+    "NVIDIA/Megatron-LM#4851": "distributed/test_experts.py::test_any_routing_is_exact",
+    "sgl-project/sglang#25397": "distributed/test_experts.py::test_any_routing_is_exact",
+    "PrimeIntellect-ai/prime-rl#3411": "ops/experts/test_exact.py::test_gloo_ranks_are_one_device",  # 5 and 9 tokens
+    "InternLM/xtuner#2053": "ops/experts/test_exact.py::test_ranks_are_one_device",
+    "pytorch/torchtitan#4154": "distributed/test_moe.py::test_biases_move_by_the_choices_of_all_ranks",
+    "pytorch/torchtitan#1506": "ops/experts/test_balance.py::test_recompute_counts_nothing_twice",
+    "vllm-project/tpu-inference#3435": "ops/experts/test_layout.py::test_a_shared_expert_that_every_rank_has_is_added_once",
+    "sgl-project/sglang#35535": "ops/experts/test_layout.py::test_a_shared_expert_that_every_rank_has_is_added_once",
     # what verify says
     "pytorch/torchtitan#1750": "verify/test_run.py::test_a_right_program_passes_every_check",
     "NVIDIA/Megatron-LM#1736": "verify/test_run.py::test_float32_passes_at_its_own_tolerance",
