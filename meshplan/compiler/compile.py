@@ -17,7 +17,7 @@ from meshplan.compiler.check import CHECKS, Checked, check_uses
 from meshplan.compiler.context import ContextAt, refuse_compiled_rings, refuse_unused
 from meshplan.compiler.examples import Example, by_name, example_inputs, refuse_ignored
 from meshplan.compiler.expand import expand_repeats
-from meshplan.compiler.experts import ExpertsAt, refuse_uncalled
+from meshplan.compiler.experts import ExpertsAt, refuse_compiled, refuse_uncalled
 from meshplan.compiler.experts_check import check_experts
 from meshplan.compiler.few_heads import SplitNeeded, split_spec, sub_axes, with_copies
 from meshplan.compiler.foldable import foldable, heard_inside
@@ -126,6 +126,7 @@ def compile_core(
     refuse_unused(bound, ContextAt.of(bound, spec), edits)
     refuse_compiled_rings(bound, edits)
     refuse_uncalled(bound, routed, edits)
+    refuse_compiled(bound, routed)
     refuse_unknown_outputs(bound, result.layouts)
     core = Core(bound, spec, _params(bound, result, axes, kinds, spec, routed), program, examples, routed)
     fsdp_cuts(core)  # refuses what FSDP could not cut

@@ -233,3 +233,19 @@ def refuse_uncalled(bound: Bound, at: ExpertsAt | None, edits: Iterable[tuple[st
                 f"{path} is taken for experts, and the model did not call it", code="experts-not-found", module=path,
                 where=section.source.child("at").where, legal="modules that the forward calls",
             )  # fmt: skip
+
+
+def refuse_compiled(bound: Bound, at: ExpertsAt | None) -> None:
+    """Raise PlanError `experts-inside-compile` for experts in a unit that torch is to compile: how many rows travel is known to
+    the host alone, at every step anew, and no graph holds that."""
+    section = bound.plan.compile
+    if section is None or at is None:
+        return
+    for path in at.modules:
+        unit = next((unit for unit in bound.compile_units if _below(path, unit)), None)
+        if unit is not None:
+            raise PlanError(
+                f"the experts of {path} route tokens between ranks, and {unit or 'the model'} is compiled",
+                code="experts-inside-compile", module=path, where=section.source.where,
+                legal="units to compile that have no experts in them, such as attention and shared experts",
+            )  # fmt: skip

@@ -134,6 +134,14 @@ def test_folds_and_places_that_cannot_be_are_refused(experts, code, legal):
     assert caught.value.code == code and str(caught.value.legal).startswith(legal)
 
 
+def test_experts_in_a_compiled_unit_are_refused_and_others_are_not():
+    compiled = {"units": ["layers.*"], "backend": "eager"}
+    with pytest.raises(mp.PlanError) as caught:
+        lowered(Moe(), {"dp_shard": 2}, {"at": ["layers.*"], "ep": 2}, compile=compiled)
+    assert caught.value.code == "experts-inside-compile"
+    lowered(Moe(), {"dp_shard": 2}, {"at": ["layers.*"], "ep": 2}, compile={**compiled, "units": ["layers.*.shared"]})
+
+
 def test_a_number_of_experts_that_ep_does_not_divide():
     with pytest.raises(mp.PlanError) as caught:
         lowered(Moe(experts=6), {"dp_shard": 4}, {"at": ["layers.*"], "ep": 4})
