@@ -167,6 +167,24 @@ class Ours(Held):
         return routed_experts(x, indices, weights, body, **self.given)
 
 
+class TheirExperts(nn.Module):
+    """Our dispatch, and transformers' experts on the rows that arrive, as a plan's lowering runs a model's own code."""
+
+    def __init__(self, group: AxisGroup, shared: bool, kernel: str) -> None:
+        super().__init__()
+        self.own = _their_experts(kernel, group.rank, group.size)
+        self.given: dict[str, Any] = {"experts": EXPERTS, "group": group}
+        if shared:
+            self.given["layout"] = TokenLayout(copies=group)
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        def body(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
+            ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+            return self.own(rows, ids[:, None], rows.new_ones(len(rows), 1))  # type: ignore[no-any-return]
+
+        return routed_experts(x, indices, weights, body, **self.given)
+
+
 class Plain(Held):
     """What one writes who has read about expert parallelism."""
 
@@ -199,25 +217,37 @@ class Plain(Held):
         return torch.zeros_like(x).index_add(0, token, home * weights.flatten()[order, None])
 
 
+def _their_experts(kernel: str, rank: int = 0, ranks: int = 1) -> nn.Module:
+    """transformers' experts of this rank."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(
+        hidden_size=H,
+        moe_intermediate_size=WIDTH,
+        num_experts=EXPERTS // ranks,
+        num_experts_per_tok=K,
+        hidden_act="silu",
+    )
+    config._experts_implementation = kernel
+    experts = Qwen3MoeExperts(config)
+    w = _weights()
+    with torch.no_grad():
+        experts.gate_up_proj.copy_(w["up"].chunk(ranks)[rank])
+        experts.down_proj.copy_(w["down"].chunk(ranks)[rank])
+    return experts
+
+
 def _transformers(shared: bool, implementation: str, kernel: str) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import Qwen3MoeConfig
     from transformers.distributed.expert_parallel import apply_expert_parallelism
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    config = Qwen3MoeConfig(
-        hidden_size=H, moe_intermediate_size=WIDTH, num_experts=EXPERTS, num_experts_per_tok=K, hidden_act="silu"
-    )
-    config._experts_implementation = kernel
-    block = Block(Qwen3MoeExperts(config))
-    w = _weights()
-    with torch.no_grad():
-        block.experts.gate_up_proj.copy_(w["up"])  # type: ignore[operator, union-attr]
-        block.experts.down_proj.copy_(w["down"])  # type: ignore[operator, union-attr]
+    block = Block(_their_experts(kernel))
     mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("ep", "tp"))
     # Its plan for this model, with paths from the block.
     prefix = "layers.*.mlp."
-    plan = {path.removeprefix(prefix): style for path, style in (config.base_model_ep_plan or {}).items()}
+    plan = {path.removeprefix(prefix): style for path, style in (Qwen3MoeConfig.base_model_ep_plan or {}).items()}
     tp = mesh["ep"] if shared else mesh["tp"]
     return apply_expert_parallelism(block, mesh["ep"], tp, plan, implementation)
 
@@ -232,6 +262,7 @@ def _ways(setting: str) -> dict[str, nn.Module]:
         if not (shared and name == "allgather")
     }
     for kernel in ("grouped_mm", "eager"):
+        ways[f"ours, alltoall, their experts, {kernel}"] = Block(TheirExperts(group, shared, kernel))
         ways[f"transformers all_to_all, {kernel}"] = _transformers(shared, "all_to_all", kernel)
         if shared:
             ways[f"transformers all_reduce, {kernel}"] = _transformers(shared, "all_reduce", kernel)
