@@ -20,6 +20,7 @@ from meshplan.compiler.bind import bind
 from meshplan.errors import PlanError
 from meshplan.plan.placements import Shard
 from meshplan.verify.aligned import align
+from meshplan.verify.pool import RankPool
 
 COMPOSITIONS: dict[str, dict[str, Any]] = {
     "tp2": {"mesh": {"tp": 2}},
@@ -111,7 +112,7 @@ def _on_ranks(found: dict[str, Any], model_type: str, plan: mp.Plan, world: int,
     if found["outcome"] == "wrong" and not exactly:
         # Rounding that the model blows up, or a fault: without its casts to float32 there is no rounding to speak of.
         before = f"in float32 off by {max(loss.error or 0.0, gradients.error or 0.0):.0e}"
-        with lifted():
+        with lifted(), RankPool(world, timeout=600.0):  # ranks of its own: a process that is lifted stays so
             _on_ranks(found, model_type, plan, world, exactly=True)
         found |= {"checked": "lifted", "reason": "; ".join([before, *filter(None, [found.get("reason")])])}
 
