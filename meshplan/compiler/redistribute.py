@@ -56,9 +56,11 @@ class Redistributing(Known):
         """Move `x` to kind `want` on axis number `k`, here and now, reporting it at `site`."""
         info, axis = self.info(x), self.axes[k]
         have = info.kinds[k]
-        grad = x.requires_grad
+        grad = x.requires_grad and torch.is_grad_enabled()
         if have == want or (have == N and want in (R, I)):
             return x
+        if isinstance(have, Pending) and x.requires_grad and not grad and want in (R, I):
+            return x  # a use with gradients off has no say in whose the gradient is
         if isinstance(have, Pending):
             if want in (R, I):
                 have.need(want)  # type: ignore[arg-type]
@@ -205,7 +207,7 @@ class Redistributing(Known):
         axis = self.axes[k].name
         settled = self.decisions.gathered.get((site, axis))
         out = self.to_kind(x, k, settled or R, site, where)
-        if settled is None and x.requires_grad:
+        if settled is None and out.requires_grad:
             # Whether the gradient comes back partial or whole is up to whoever uses the gathered value.
             pending = Pending((site, axis), True)
             self.info(out).kinds[k] = pending
