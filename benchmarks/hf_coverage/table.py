@@ -43,7 +43,9 @@ else ran on the machine. The solver stops after {SOLVER_SECONDS:.0f} s of wall t
 could be. *transformers* is what its own `tp_plan="auto"` computes on two gloo ranks with the same models; *no plan* where it has
 none. *refused* carries a code of `meshplan explain-error`.
 
-`python -m benchmarks.hf_coverage --page docs/coverage.md` writes this page anew; it goes on where it was stopped.
+`python -m benchmarks.hf_coverage --page docs/coverage.md` writes this page anew; it goes on where it was stopped,
+so that a row may be of an earlier tree than the last one. `--ranks` runs every row over gloo; rows without it that agree on
+simulated ranks say *calls*.
 """
 
 

@@ -9,6 +9,7 @@ from torch import nn
 import meshplan as mp
 from meshplan.compiler.skeleton import fake_world
 from meshplan.errors import PlanError
+from meshplan.mesh.spec import MeshSpec
 from meshplan.plan.placements import Shard
 from meshplan.search.attempts import Search
 from meshplan.search.auto import derive
@@ -61,7 +62,8 @@ def test_what_code_looked_at_is_whole_and_everything_else_is_split(pool) -> None
 
 def test_every_step_holds_more_of_the_program_and_the_last_one_is_no_step() -> None:
     with fake_world() as mode:
-        program = traced(Looks(), mp.Plan(mesh={"tp": 2}), inputs(), mode).program
+        spec = MeshSpec.resolve({"tp": 2}, 2)
+        program = traced(Looks(), mp.Plan(mesh={"tp": 2}), inputs(), mode, spec).program
     error = PlanError("refused", code="diverged", module="blocks.1.norm")
     limits, steps = Limits(), 0
     while (held := stricter(program, limits, error)) is not None:
