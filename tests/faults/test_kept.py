@@ -68,7 +68,7 @@ EXACT = [
 ]  # fmt: skip
 REFUSED = [
     ("attribute of the split", "tp", "kept-tensor"), ("in a list", "tp", "kept-tensor"), ("sum over rows", "dp", "kept-tensor"),
-    ("buffer", "dp", "kept-tensor"), ("buffer in place", "dp", "in-place"), ("data", "tp", "in-place"),
+    ("buffer", "dp", "kept-tensor"), ("buffer in place", "dp", "kept-tensor"), ("data", "tp", "in-place"),
     ("data", "dp", "in-place"),
 ]  # fmt: skip
 

@@ -47,7 +47,7 @@ def problem(model: nn.Module, nbytes: float | None, latency: bool) -> tuple[Axis
     x = torch.empty(3, 6, 12, requires_grad=True)
     plan = Plan(mesh={"tp": 2})
     with fake_world() as mode:
-        program = traced(model, plan, {"x": x}, mode)
+        program = traced(model, plan, {"x": x}, mode, spec)
         with mode:
             search = Search(model, plan, {"x": x}, spec, program, {}, Machine())
             limits = Limits(bytes=nbytes, sequence=None if latency else True)

@@ -115,7 +115,7 @@ def test_collectives_that_agree_one_by_one():
 
 
 def test_routed_sizes_and_axes_of_the_expert_view_are_open():
-    predicted = [_predicted(op="all_to_all", axis="ep", elements=None)]
+    predicted = [_predicted(op="all_to_all", axis="ep", elements=12) | {"routed": True}]
     assert first_difference(predicted, [_recorded(op="all_to_all", ranks=(1, 3), elements=7)], SPEC, 3) is None
     wrong = first_difference(predicted, [_recorded(op="all_to_all", ranks=(0, 1, 2, 3))], SPEC, 3)
     assert wrong.startswith("rank 3, collective 1: group size differs;")

@@ -68,7 +68,7 @@ def said(method: str, routed: Routed, group: AxisGroup, **options: Any) -> list[
 def teller(lines: list[Line]) -> OnCall:
     """Writes down what abstract groups tell."""
     return lambda op, group, x: lines.append(
-        (_phase(), "all_to_all" if op == UNEVEN else op, x.numel(), _bare(x.dtype))
+        (_phase(), op.removesuffix(UNEVEN), x.numel(), _bare(x.dtype))
     )
 
 
