@@ -90,9 +90,7 @@ def compile_core(
     examples = example_inputs(model, bound, inputs, {a.name: a.degree for a in axes})
     kinds = {name: _param_kinds(bound, name, axes) for name in bound.params}
     precision = Precision.of(bound, spec)
-    routed = ExpertsAt.of(bound, model, spec)
-    if routed:
-        bound = replace(bound, experts=tuple(routed.modules))
+    bound, routed = ExpertsAt.of(bound, model, spec)
     model = precision.model(model)
     with fake_world() as mode, preparing(routed.put if routed else None):
         whole, further = ContextAt.split(routed.view.spec if routed else spec, plan.context), True

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from meshplan.compiler.bind import Bound
 from meshplan.compiler.edits import Edit
 from meshplan.errors import PlanError
-from meshplan.mesh.spec import MeshSpec, hybrid_axes
+from meshplan.mesh.spec import MeshSpec, divisors, hybrid_axes
+from meshplan.plan.patterns import within
 from meshplan.plan.placements import Shard, zigzag
 from meshplan.plan.sections import Context
 
@@ -65,18 +66,14 @@ class ContextAt:
             raise PlanError(
                 f"context.inner is {section.inner}, and cp has {degree} ranks", code="context-heads",
                 where=section.source.child("inner").where,
-                legal=f"a divisor of {degree}: {', '.join(str(n) for n in range(1, degree + 1) if degree % n == 0)}",
+                legal=f"a divisor of {degree}: {', '.join(map(str, divisors(degree)))}",
             )  # fmt: skip
         outer, inner = hybrid_axes(AXIS)
         return spec.split_axis(AXIS, {outer: degree // section.inner, inner: section.inner})
 
     def covers(self, axis: str, module: str) -> bool:
         """Whether an attention in the code of `module` runs over `axis`."""
-        return axis == AXIS and any(_within(module, path) for path in self.paths)
-
-
-def _within(module: str, path: str) -> bool:
-    return path == "" or module == path or module.startswith(f"{path}.")
+        return axis == AXIS and any(within(module, path) for path in self.paths)
 
 
 def in_order(place: Shard, axis: str, size: int, context: Context | None) -> Shard:
@@ -92,7 +89,7 @@ def refuse_unused(bound: Bound, at: ContextAt | None, edits: Iterable[tuple[str,
         return
     ran = [path for path, e in edits if e.replacement is not None and e.replacement.name == "context_attention"]
     for path in at.paths:
-        if not any(_within(module, path) for module in ran):
+        if not any(within(module, path) for module in ran):
             raise PlanError(
                 f"{path or 'the model'} is in context.attention, and no scaled_dot_product_attention whose query, key and value "
                 "are split along their sequence on cp was found in it",
@@ -110,7 +107,7 @@ def refuse_compiled_rings(bound: Bound, edits: Iterable[tuple[str, Edit]]) -> No
         return
     for path, e in edits:
         rings = e.replacement is not None and e.replacement.name == "context_attention" and e.replacement.get("method") in RINGS
-        unit = next((unit for unit in bound.compile_units if rings and _within(path, unit)), None)
+        unit = next((unit for unit in bound.compile_units if rings and within(path, unit)), None)
         if unit is not None:
             raise PlanError(
                 f"attention in {path or 'the model'} rings over cp, and {unit or 'the model'} is compiled",

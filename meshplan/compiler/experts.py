@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -16,9 +17,9 @@ from meshplan.compiler.layout import Axis
 from meshplan.compiler.rules.base import REP, Strategy
 from meshplan.errors import PlanError
 from meshplan.mesh.expert_view import ExpertView, expert_view
-from meshplan.mesh.spec import MeshSpec
+from meshplan.mesh.spec import MeshSpec, divisors
 from meshplan.ops.experts.call import Routed
-from meshplan.plan.patterns import match
+from meshplan.plan.patterns import match, within
 from meshplan.plan.placements import Partial, Shard
 
 if TYPE_CHECKING:
@@ -67,21 +68,21 @@ class ExpertsAt:
     dispatch: str
 
     @classmethod
-    def of(cls, bound: Bound, model: nn.Module, spec: MeshSpec) -> ExpertsAt | None:
-        """None where the plan has no such section.
+    def of(cls, bound: Bound, model: nn.Module, spec: MeshSpec) -> tuple[Bound, ExpertsAt | None]:
+        """`bound` with the experts modules themselves for its `experts`, and these; None where the plan has no such section.
 
         Raises PlanError: `expert-fold`, `experts-not-found`, `experts-split`.
         """
         section = bound.plan.experts
         if section is None:
-            return None
+            return bound, None
         try:
             view = expert_view(spec, section.ep, section.etp)
         except PlanError as error:
             raise error.at(section.source.where) from None
         found = {f.path: f for path in bound.experts for f in experts_in(path, model, bound)}
         for number, pattern in enumerate(section.at):
-            if not any(_below(f, path) for path in match(pattern, bound.experts) for f in found):
+            if not any(within(f, path) for path in match(pattern, bound.experts) for f in found):
                 raise PlanError(
                     f"no experts were found in {pattern or 'the model'}: no module there takes (tokens, indices, weights) and "
                     "holds as many equal parts of parameters", code="experts-not-found",
@@ -92,17 +93,21 @@ class ExpertsAt:
                 )  # fmt: skip
         for f in found.values():
             if f.experts % section.ep:
-                near = [d for d in range(1, f.experts + 1) if f.experts % d == 0]
                 raise PlanError(
                     f"{f.path} has {f.experts} experts, and experts.ep is {section.ep}", code="experts-split", module=f.path,
-                    where=section.source.child("ep").where, legal="ep: " + ", ".join(map(str, near)),
+                    where=section.source.child("ep").where, legal="ep: " + ", ".join(map(str, divisors(f.experts))),
                 )  # fmt: skip
-        return cls(view, found, section.dispatch)
+        return replace(bound, experts=tuple(found)), cls(view, found, section.dispatch)
 
-    @property
+    @cached_property
     def packed(self) -> dict[str, Found]:
         """The experts module of each parameter that is split over ep."""
         return {name: f for f in self.modules.values() for name in f.packed}
+
+    @cached_property
+    def listed(self) -> frozenset[str]:
+        """The parameters of experts that have some of their own."""
+        return frozenset(name for f in self.modules.values() for name in f.listed)
 
     def shares_out(self, call: Call, axis: Axis) -> bool:
         """Whether tokens that are whole on `axis` are shared out among its ranks: on every axis but those of data, whose
@@ -165,7 +170,7 @@ class ExpertsAt:
                     continue
                 held = module.__dict__.get("_meshplan_forward", module.forward)  # of a model that is lowered already
                 if not isinstance(held, Routed):
-                    module.forward = Routed(module, path, found.experts, found.sizes)
+                    module.forward = Routed(module, path, found.sizes)
 
 
 def experts_in(path: str, model: nn.Module, bound: Bound) -> list[Found]:
@@ -174,8 +179,8 @@ def experts_in(path: str, model: nn.Module, bound: Bound) -> list[Found]:
     found: list[Found] = []
     for inner, module in root.named_modules():
         here = ".".join(filter(None, (path, inner)))
-        if not any(_below(here, f.path) for f in found) and _takes_three(module):
-            params = {name: p for name, p in bound.params.items() if _below(name, here)}
+        if not any(within(here, f.path) for f in found) and _takes_three(module):
+            params = {name: p for name, p in bound.params.items() if within(name, here)}
             experts = _count(module, here, params)
             if experts:
                 packed = tuple(name for name in params if name.rpartition(".")[0] == here)
@@ -184,10 +189,6 @@ def experts_in(path: str, model: nn.Module, bound: Bound) -> list[Found]:
                 sizes = tuple(counts) if packed else ()
                 found.append(Found(here, experts, packed, listed, sizes))
     return found
-
-
-def _below(name: str, path: str) -> bool:
-    return path == "" or name == path or name.startswith(f"{path}.")
 
 
 def _takes_three(module: nn.Module) -> bool:
@@ -242,7 +243,7 @@ def refuse_compiled(bound: Bound, at: ExpertsAt | None) -> None:
     if section is None or at is None:
         return
     for path in at.modules:
-        unit = next((unit for unit in bound.compile_units if _below(path, unit)), None)
+        unit = next((unit for unit in bound.compile_units if within(path, unit)), None)
         if unit is not None:
             raise PlanError(
                 f"the experts of {path} route tokens between ranks, and {unit or 'the model'} is compiled",

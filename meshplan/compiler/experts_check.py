@@ -151,7 +151,7 @@ def _parts(
         mine = _copy(module, found, dtype, r * local if found.packed else 0, held)
         for name, way in found.inner:
             _keep(mine.get_parameter(name), way, etp, s)
-        own = Routed(mine, found.path, found.experts, found.sizes)
+        own = Routed(mine, found.path, found.sizes)
         slots = [(given.indices == e).nonzero() for e in range(r * local, (r + 1) * local)]
         at = torch.cat(slots)
         rows = given.tokens[at[:, 0]]

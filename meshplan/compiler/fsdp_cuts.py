@@ -113,13 +113,12 @@ def by_reduction(core: Core) -> dict[Reduce, list[ParamPlan]]:
 
 
 def _cut(p: ParamPlan, core: Core, n: int) -> int | None:
-    if core.experts is not None and any(p.name in found.listed for found in core.experts.modules.values()):
+    if core.experts is not None and p.name in core.experts.listed:
         return None
-    if p.routed:
+    if core.experts is not None and p.routed:
         n = core.spec.degree(*expert_axes(core))
         # Its data ranks are those of its copies. What cannot be cut evenly stays whole with the experts beside it.
-        found = [params for params in core.experts.modules.values() if p.name in params.packed]  # type: ignore[union-attr]
-        beside = [core.params[name] for name in found[0].packed]
+        beside = [core.params[name] for name in core.experts.packed[p.name].packed]
         dims = [next((d for d, size in enumerate(_countable(b, core.spec)) if size and size % n == 0), None) for b in beside]
         return None if n == 1 or None in dims else dims[beside.index(p)]
     if any(0 in chunk_sizes(p.shape[s.dim], core.spec.degree(axis) // s.copies) for axis, s in p.shards):

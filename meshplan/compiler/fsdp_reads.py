@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from meshplan.compiler.fsdp_cuts import fsdp_paths, kept_whole, sharded_by_fsdp
 from meshplan.compiler.lowered import Core
 from meshplan.errors import PlanError, Where
+from meshplan.plan.patterns import within
 
 
 def refuse_foreign_reads(core: Core, reads: Mapping[tuple[str, str], Where | None]) -> None:
@@ -24,7 +25,7 @@ def refuse_foreign_reads(core: Core, reads: Mapping[tuple[str, str], Where | Non
         # Of a tied parameter, the unit around all others owns it.
         holders = [_unit(full, units) for full in core.bound.params[name].names]
         owner = min(holders, key=len)
-        if not _inside(module, owner) and all(_inside(holder, owner) for holder in holders):  # else `tied-across-units`
+        if not within(module, owner) and all(within(holder, owner) for holder in holders):  # else `tied-across-units`
             raise PlanError(
                 f"{module or 'the model'} reads {name} itself, which is gathered while the fsdp unit {owner!r} runs and sharded "
                 "otherwise", code="foreign-unit", where=where, module=module,
@@ -34,8 +35,4 @@ def refuse_foreign_reads(core: Core, reads: Mapping[tuple[str, str], Where | Non
 
 def _unit(parameter: str, units: set[str]) -> str:
     holder = parameter.rpartition(".")[0]
-    return max((u for u in units if _inside(holder, u)), key=len)
-
-
-def _inside(module: str, unit: str) -> bool:
-    return unit == "" or module == unit or module.startswith(f"{unit}.")
+    return max((u for u in units if within(holder, u)), key=len)

@@ -14,6 +14,7 @@ from meshplan import compat
 from meshplan.compiler.bind import Bound
 from meshplan.compiler.kinds import Kind
 from meshplan.compiler.reach import sources
+from meshplan.plan.patterns import within
 
 if TYPE_CHECKING:
     from meshplan.compiler.capture import Call, Trace
@@ -37,7 +38,7 @@ def equal_layers(model: nn.Module, bound: Bound, kinds: Mapping[str, list[Kind]]
         if isinstance(parent, (nn.ModuleList, nn.Sequential)) and len(parent) > 1:
             places = _places(parent)
             numbered |= bool(places)
-            if any(path == experts or path.startswith(f"{experts}.") for experts in bound.experts):
+            if any(within(path, experts) for experts in bound.experts):
                 continue  # called as one with the module that holds them
             for name, child in parent.named_children():
                 inner = f"{path}.{name}" if path else name

@@ -48,13 +48,7 @@ class Chooser:
         self.merged: frozenset[tuple[int, int]] = frozenset()
 
     def choose(
-        self,
-        rec: Call,
-        kinds: Sequence[Kind],
-        params: Sequence[bool],
-        degree: int,
-        requires: Sequence[bool],
-        axis: str = "",
+        self, rec: Call, kinds: Sequence[Kind], params: Sequence[bool], degree: int, requires: Sequence[bool], axis: str = ""
     ) -> Choice | None:
         """The cheapest way to run `rec` on one axis, its `wanted` in the order of the call's tensors."""
         if idle(rec):

@@ -91,9 +91,7 @@ class Timeline:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.constants: set[int] = set()  # storages of parameters and buffers, which are there anyway
-        self._standing: list[
-            tuple[str, list[Any], list[Any]]
-        ] = []  # layers not run: what their equal's returned, and theirs
+        self._standing: list[tuple[str, list[Any], list[Any]]] = []  # layers not run: what their equal's returned, and theirs
         self._heard: list[Sent] = []
         self._live: dict[int, _Gathered] = {}
         self._stored: set[int] = set()
@@ -203,8 +201,7 @@ class Timeline:
                 at, inputs = inside.pop()
                 live = live and any(map(reach.node, node.nodes))
                 entered = reach.through(inputs.nodes, inputs.number, node.number) or any(
-                    n in node.nodes
-                    for n in inputs.nodes  # handed back as it came
+                    n in node.nodes for n in inputs.nodes  # handed back as it came
                 )
                 self.events[at] = replace(self.events[at], grad=self.events[at].grad and live and entered)
             elif e.what == "saved":
@@ -233,9 +230,7 @@ class Timeline:
         if out.requires_grad and live:
             torch.autograd.grad(out, live, torch.empty_like(out), retain_graph=True, allow_unused=True)
         own = len(self._heard)
-        if (
-            live
-        ):  # where one input is made from another (a parameter of an earlier call), what is between them was heard too
+        if live:  # where one input is made from another (a parameter of an earlier call), what is between them was heard too
             ones = [torch.empty_like(t) for t in live]
             torch.autograd.grad(live, live, ones, retain_graph=True, allow_unused=True)
         back = tuple(self._heard[: 2 * own - len(self._heard)])

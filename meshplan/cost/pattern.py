@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshplan.cost.pattern_axes import Parameters, Run, Sent
 from meshplan.errors import PlanError
 from meshplan.mesh.expert_view import expert_view
-from meshplan.mesh.spec import MeshSpec
+from meshplan.mesh.spec import MeshSpec, divisors
 from meshplan.models.hybrid import Hybrid, HybridBlock
 
 SAMPLE = 1024
@@ -97,7 +97,7 @@ def pattern_stress(
         raise PlanError(
             f"{c.n_experts} experts cannot be split over {ep} ranks on ep",
             code="experts-split",
-            legal="ep: " + ", ".join(str(d) for d in range(1, c.n_experts + 1) if c.n_experts % d == 0),
+            legal="ep: " + ", ".join(map(str, divisors(c.n_experts))),
         )
     run = Run(config=c, view=view, batch=batch, seq=seq, dtype=dtype)
     blocks = tuple(_block(model, letter, run) for letter in dict.fromkeys(c.pattern))

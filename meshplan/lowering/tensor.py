@@ -38,6 +38,7 @@ def distribute_parameters(model: nn.Module, core: Core, built: BuiltMesh, axes: 
     if not axes and not routed:
         return
     made: dict[int, nn.Parameter] = {}
+    meshes = {own: built.mesh_of(*own) for own in (_lying_on(built, axes, ()), _lying_on(built, axes, routed)) if own}
     names = {id(p): name for name, p in model.named_parameters()}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -45,9 +46,14 @@ def distribute_parameters(model: nn.Module, core: Core, built: BuiltMesh, axes: 
                 continue
             if id(p) not in made:
                 plan = core.params[names[id(p)]]
-                own = tuple(a for a in built.spec.names if a in axes or (plan.routed and a in routed))
-                made[id(p)] = _distributed(p, plan, built, own, built.mesh_of(*own)) if own else p
+                own = _lying_on(built, axes, routed if plan.routed else ())
+                made[id(p)] = _distributed(p, plan, built, own, meshes[own]) if own else p
             module._parameters[name] = made[id(p)]
+
+
+def _lying_on(built: BuiltMesh, axes: tuple[str, ...], routed: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes of a parameter's DTensor, in mesh order: those of all, and those that experts are spread over."""
+    return tuple(a for a in built.spec.names if a in axes or a in routed)
 
 
 def _distributed(p: nn.Parameter, plan: ParamPlan, built: BuiltMesh, axes: tuple[str, ...], mesh: Any) -> nn.Parameter:
@@ -111,9 +117,8 @@ def bind_program(
             if core.params[name].routed and isinstance(found.inner_of(name), Partial):
                 etp = groups.group(*core.experts.view.axes("etp"))
                 views.setdefault((found.path, name), []).append(BoundMove("R", "P", etp))
-    again = {b.site.module for b in program.boundaries if b.regather}
-    if core.experts is not None:
         core.experts.put(model)
+    again = {b.site.module for b in program.boundaries if b.regather}
     callers = set(program.edits)
     sleepers = {callee for caller, callee in program.calls if caller in callers}
     for path, module in modules.items():

@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 
 from meshplan.errors import PlanError
-from meshplan.mesh.spec import DATA_AXES, MeshSpec
+from meshplan.mesh.spec import DATA_AXES, MeshSpec, divisors
 
 LENDERS = ("dp_shard", "cp", "tp")
 """Axes that `ep` borrows from, in order."""
@@ -102,7 +102,7 @@ def expert_view(spec: MeshSpec, ep: int, etp: int = 1) -> ExpertView:
         raise PlanError(
             f"etp {etp} does not fit into tp {tp}: experts are split over the innermost ranks of tp",
             code="expert-fold",
-            legal="etp: " + ", ".join(str(d) for d in _divisors(tp)),
+            legal="etp: " + ", ".join(str(d) for d in divisors(tp)),
         )
     room = {"dp_shard": spec.degree("dp_shard"), "cp": spec.degree("cp"), "tp": tp // etp}
     legal = legal_degrees(spec, etp)
@@ -144,10 +144,6 @@ def legal_degrees(spec: MeshSpec, etp: int = 1) -> list[int]:
     """Every `ep` that `spec` can be folded to: a divisor of dp_shard, or all of it times one of cp, and so on."""
     found, whole = {1}, 1
     for most in (spec.degree("dp_shard"), spec.degree("cp"), spec.degree("tp") // etp):
-        found |= {whole * d for d in _divisors(most)}
+        found |= {whole * d for d in divisors(most)}
         whole *= most
     return sorted(found)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

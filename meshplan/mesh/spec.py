@@ -226,3 +226,8 @@ def _size_error(mesh: Mapping[str, int], fixed: int, world_size: int, free: list
 def hybrid_axes(axis: str) -> tuple[str, str]:
     """Names of the axes that a hybrid method sees `axis` as: its rings, and the neighbours that exchange heads."""
     return f"{axis}_ring", f"{axis}_heads"
+
+
+def divisors(n: int) -> list[int]:
+    """The numbers of ranks that divide `n`, from 1 on; none for an `n` below 1."""
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -70,6 +70,11 @@ def generic(name: str) -> str:
     return ".".join("*" if segment.isdigit() else segment for segment in name.split("."))
 
 
+def within(path: str, module: str) -> bool:
+    """Whether `path`, of a module or a parameter, is `module` or lies in it; everything lies in the model itself, `""`."""
+    return module == "" or path == module or path.startswith(f"{module}.")
+
+
 def _bad(pattern: str, why: str) -> PlanError:
     return PlanError(
         f"{pattern!r} is not a module path pattern: {why}",

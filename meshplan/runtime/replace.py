@@ -61,7 +61,7 @@ def _embedding(settings: Mapping[str, Any], groups: Groups, streams: DropoutStre
 
 def _cross_entropy(settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
     classes, tokens, size = settings.get("classes", ()), settings.get("tokens", ()), settings["size"]
-    vocab_group = groups.group(*classes) if classes else _alone()
+    vocab_group = groups.group(*classes) if classes else groups.alone()
     count_groups = [groups.group(*tokens)] if tokens else []
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -73,12 +73,6 @@ def _cross_entropy(settings: Mapping[str, Any], groups: Groups, streams: Dropout
         )  # fmt: skip
 
     return run
-
-
-def _alone() -> Any:
-    from meshplan.runtime.comm import AxisGroup
-
-    return AxisGroup("none", 1, 0)
 
 
 def _split_norm(settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
@@ -96,9 +90,7 @@ def _split_norm(settings: Mapping[str, Any], groups: Groups, streams: DropoutStr
 def offsets_of(shape: Sequence[int], shards: Sequence[tuple[str, Shard]], groups: Groups) -> list[int | Runs]:
     """Where this rank's part begins on each dim, or its runs where it is not one; an axis further in splits what an outer one
     left."""
-    held: list[list[tuple[int, int]]] = [
-        [(0, size)] for size in shape
-    ]  # (start, length) in the order of the rank's part
+    held: list[list[tuple[int, int]]] = [[(0, size)] for size in shape]  # (start, length) in the order of the rank's part
     outer: dict[int, list[tuple[tuple[int, ...] | None, int]]] = {}
     for axis, shard in shards:
         group, runs = groups.group(axis), held[shard.dim]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshplan.errors import PlanError, Where
-from meshplan.plan.patterns import generic
+from meshplan.plan.patterns import generic, within
 from meshplan.search.axis import Limits
 from meshplan.search.program import Program
 
@@ -45,22 +45,17 @@ def _steps(program: Program, module: str, where: Where | None) -> Iterator[tuple
     yield own, none
     if module:
         yield own, _entering(program, module)
-        yield frozenset(n for n, node in enumerate(program.nodes) if _inside(node.call.module, module)), none
+        yield frozenset(n for n, node in enumerate(program.nodes) if within(generic(node.call.module), module)), none
 
 
 def _entering(program: Program, module: str) -> frozenset[int]:
     """Values, parameters apart, that calls in `module` take and calls elsewhere made."""
     found = set()
     for node in program.nodes:
-        if _inside(node.call.module, module):
+        if within(generic(node.call.module), module):
             for v in node.ins:
                 value = program.values[v]
                 made = value.made
-                if not value.params and (made is None or not _inside(program.nodes[made[0]].call.module, module)):
+                if not value.params and (made is None or not within(generic(program.nodes[made[0]].call.module), module)):
                     found.add(v)
     return frozenset(found)
-
-
-def _inside(path: str, module: str) -> bool:
-    path = generic(path)
-    return path == module or path.startswith(f"{module}.")

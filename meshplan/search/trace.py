@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,9 +35,7 @@ class Traced:
 def traced(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], mode: Any, spec: MeshSpec) -> Traced:
     """Trace `model` on its global `inputs`. Raises PlanError as lowering does where a program cannot be traced."""
     bound = bind(plan, model, given=tuple(inputs))
-    routed = ExpertsAt.of(bound, model, spec)
-    if routed:
-        bound = replace(bound, experts=tuple(routed.modules))
+    bound, routed = ExpertsAt.of(bound, model, spec)
     with preparing(routed.put if routed else None):
         return _traced(model, bound, inputs, mode)
 

@@ -54,13 +54,7 @@ def randomised(model: nn.Module, seed: int) -> nn.Module:
 
 
 def cores_of(
-    model: nn.Module,
-    plan: Plan,
-    spec: MeshSpec,
-    batch: Mapping[str, Any],
-    world: int,
-    check: str = "off",
-    fold: bool = False,
+    model: nn.Module, plan: Plan, spec: MeshSpec, batch: Mapping[str, Any], world: int, check: str = "off", fold: bool = False
 ) -> list[Core]:
     """The program of each rank; one for all where every split is even.
 

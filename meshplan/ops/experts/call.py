@@ -28,14 +28,13 @@ class Routed:
     Arguments:
         module: the experts; its forward is taken as it is now.
         path: where it is in the model, for errors.
-        experts: how many there are.
         sizes: its attributes that say how many experts the parameters hold; they change with the parameters.
 
     All are equal to each other: in a recorded call it stands for "the module's own code".
     """
 
-    def __init__(self, module: nn.Module, path: str, experts: int, sizes: tuple[str, ...] = ()) -> None:
-        self.module, self.own, self.path, self.experts, self.sizes = module, module.forward, path, experts, sizes
+    def __init__(self, module: nn.Module, path: str, sizes: tuple[str, ...] = ()) -> None:
+        self.module, self.own, self.path, self.sizes = module, module.forward, path, sizes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         tokens, indices, weights = self.told(args, kwargs)
@@ -85,7 +84,7 @@ class Routed:
             # that is zero must not be missing.
             rows = x if x.shape[0] else x.new_zeros((1, x.shape[1]))
             numbers = torch.arange(first, first + len(counts), device=x.device)
-            ids = torch.repeat_interleave(numbers, _tensor(counts, x.device)) if x.shape[0] else numbers[:1]
+            ids = torch.repeat_interleave(numbers, numbers.new_tensor(counts)) if x.shape[0] else numbers[:1]
             with _Sized(self.module, dict.fromkeys(self.sizes, held)):
                 y: Tensor = self.own(rows, ids[:, None], rows.new_ones((rows.shape[0], 1)))
             return y[: x.shape[0]]
@@ -134,7 +133,3 @@ class _Opaque(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
         return tuple(torch.empty_like(t) if needed else None for t, needed in saved)
-
-
-def _tensor(counts: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(counts, dtype=torch.int64, device=device)

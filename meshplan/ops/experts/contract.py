@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshplan.errors import PlanError
+from meshplan.mesh.spec import divisors
 from meshplan.runtime.comm import AxisGroup
 
 Body = Callable[[Tensor, tuple[int, ...]], Tensor]
@@ -53,7 +54,7 @@ def check(x: Routing, experts: int, group: AxisGroup) -> None:
             legal="tokens [T, H], integer indices [T, k] and weights [T, k], k at least 1",
         )
     if experts < 1 or experts % group.size:
-        near = sorted({d for d in range(1, experts + 1) if experts % d == 0}) or [1]
+        near = divisors(experts) or [1]
         raise PlanError(
             f"{experts} experts cannot be split over {group.size} ranks on {group.axis}",
             code="experts-split",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from meshplan.errors import PlanError
+from meshplan.mesh.spec import divisors
 
 WIDTH = 30
 """Characters of the longest bar."""
@@ -73,7 +74,7 @@ def load_table(counts: Tensor | Sequence[int], ranks: int = 1) -> Load:
         raise PlanError(
             f"{len(counts)} experts cannot be split over {ranks} ranks",
             code="experts-split",
-            legal=[str(d) for d in range(1, len(counts) + 1) if len(counts) % d == 0],
+            legal=list(map(str, divisors(len(counts)))),
         )
     return Load(tuple(counts), ranks)
 
