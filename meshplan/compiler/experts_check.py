@@ -59,8 +59,12 @@ def check_experts(routed: ExpertsAt, model: nn.Module, trace: Trace, check: bool
 
 
 def _kind(module: nn.Module) -> object:
-    plain = tuple((key, v) for key, v in sorted(module.__dict__.items()) if type(v) in (int, float, bool, str))
-    return type(module), plain, tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
+    """Equal for modules that one trial answers for: classes and plain attributes, inside too, and shapes of parameters."""
+    made = tuple(
+        (name, type(m), tuple((key, v) for key, v in sorted(m.__dict__.items()) if type(v) in (int, float, bool, str)))
+        for name, m in module.named_modules()
+    )
+    return made, tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 
 def _tried(found: Found, module: nn.Module, width: int, k: int, ranks: int, etp: int) -> Found | None:

@@ -120,6 +120,23 @@ def test_what_is_no_weighted_sum_of_experts_is_refused(kind):
     assert caught.value.code == "experts-contract"
 
 
+def test_each_kind_of_experts_is_tried_also_where_only_something_inside_differs():
+    class Inner(Experts):
+        def __init__(self, experts: int, width: int, inner: int) -> None:
+            super().__init__(experts, width, inner)
+            self.drop = nn.Dropout(0.0)
+
+        def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            return super().forward(self.drop(x), chosen, weights)
+
+    model = Moe(Inner)
+    lowered(model, {"dp_shard": 2}, {"at": ["layers.*"], "ep": 2})
+    model.layers[1].experts.drop.p = 0.5
+    with pytest.raises(mp.PlanError) as caught:
+        lowered(model, {"dp_shard": 2}, {"at": ["layers.*"], "ep": 2})
+    assert caught.value.code == "experts-contract" and caught.value.module == "layers.1.experts"
+
+
 @pytest.mark.parametrize(
     ("experts", "code", "legal"),
     [
