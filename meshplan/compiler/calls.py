@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -18,6 +19,7 @@ from meshplan.compiler.hooks import forward_hook
 from meshplan.compiler.kinds import A, I, Kind, N, Pending, R, normal, replicated, splits, user_letter
 from meshplan.compiler.layout import Axis, Info, local_shape
 from meshplan.compiler.match import Choice
+from meshplan.compiler.ownership import Owed
 from meshplan.compiler.redistribute import Redistributing
 from meshplan.compiler.rules.base import REP, Strategy
 from meshplan.compiler.sites import Move
@@ -66,6 +68,7 @@ class Calls(Redistributing, Arguments, Spared):
                 return out
         self._open_parameters(tensors, rec.where)
         written = tensors[0] if rec.in_place else None
+        handed = [self._as_differentiated(t) for t in tensors]
         choices, tensors, converts = self._choose(rec, tensors)
         if written is not None and tensors[0] is not written:
             raise PlanError(
@@ -75,9 +78,9 @@ class Calls(Redistributing, Arguments, Spared):
         for i, t in zip(slots, tensors, strict=True):
             leaves[i] = t
         infos = [self.info(t) for t in tensors]
-        requires = [t.requires_grad for t in tensors]
+        seen, requires = zip(*map(self._as_differentiated, tensors), strict=True) if tensors else ((), ())
         whole = {
-            k: ownership.combine([i.kinds[k] for i in infos], requires, [i.data for i in infos])
+            k: ownership.combine([kinds[k] for kinds in seen], requires, [i.data for i in infos])
             for k in range(len(self.axes)) if choices[k] is None
         }  # fmt: skip
         out_kinds = self._out_kinds(rec, choices, whole)
@@ -110,9 +113,11 @@ class Calls(Redistributing, Arguments, Spared):
             out = run_call(rec.func, a, kw, self.stack.path, rec.index not in self.trace.variable)
         self._label_outputs(rec, out, a, out_kinds, any(i.data for i in infos), infos)
         if not torch.is_grad_enabled():
-            lost = f"{rec.name} is redistributed or replaced" if converts or replacement else ""
+            owed = self._owes(rec, handed, choices)
+            if converts or replacement:
+                owed = Owed(f"{rec.name} is redistributed or replaced", owed.apart)
             for t, kinds in zip(tensors_in(a[0] if rec.in_place else out), out_kinds, strict=True):
-                self._hide(rec, t, kinds, tensors, lost)
+                self._hide(t, kinds, tensors, owed)
         made = tuple(tuple(self.info(t).kinds) for t in tensors_in(a[0] if rec.in_place else out))
         operators = tuple(c.strategy.replace if c is not None else None for c in choices)
         self.result.decided.append(Decided(rec, taken, made, operators))
@@ -189,6 +194,8 @@ class Calls(Redistributing, Arguments, Spared):
                 kind = self.info(t).kinds[k]
                 if not t.requires_grad:
                     continue
+                if not torch.is_grad_enabled():
+                    continue  # see `_owes`
                 if isinstance(kind, Pending):
                     kind.need(R)
                 elif kind == I:
@@ -291,22 +298,42 @@ class Calls(Redistributing, Arguments, Spared):
             if rec.in_place:
                 self.written(t, kinds)
 
-    def _hide(self, rec: Call, t: Tensor, kinds: list[Kind], ins: list[Tensor], lost: str) -> None:
+    def _hide(self, t: Tensor, kinds: list[Kind], ins: list[Tensor], owed: Owed) -> None:
         """Remember what a result made with gradients off is: a custom autograd function may yet give it one, and then what
-        backward owes to the redistributions inside (`lost`) is owed by nobody."""
+        backward owes to the redistributions inside is owed by nobody."""
         carried = [self.unseen[id(x)][1] for x in ins if id(x) in self.unseen]
         if carried or any(x.requires_grad for x in ins):
-            self.unseen[id(t)] = (kinds, lost or next(filter(None, carried), ""))
+            self.unseen[id(t)] = (kinds, functools.reduce(Owed.and_also, carried, owed))
+
+    def _as_differentiated(self, t: Tensor) -> tuple[list[Kind], bool]:
+        """The kinds of `t`, and whether it has a gradient, where the code that runs with gradients off turns out to be the
+        forward of a custom autograd function."""
+        kinds = self.info(t).kinds
+        return (self.unseen[id(t)][0], True) if id(t) in self.unseen else (list(kinds), t.requires_grad)
+
+    def _owes(self, rec: Call, handed: list[tuple[list[Kind], bool]], choices: list[Choice | None]) -> Owed:
+        """What a backward of this call would owe: a reduction that nobody is told of, and gradients whose owner is open."""
+        owed = Owed()
+        for k, (axis, choice) in enumerate(zip(self.axes, choices, strict=True)):
+            live = [kinds[k] for kinds, differentiated in handed if differentiated]
+            apart = choice is not None and choice.strategy.replace != INSIDE
+            if (apart and I in live) or (choice is None and I in live and R in live):
+                owed = owed.and_also(Owed(f"the gradient of {rec.name} is partial over {axis.name}"))
+            if apart:
+                owed = owed.and_also(Owed(apart=frozenset(kind for kind in live if isinstance(kind, Pending))))
+        return owed
 
     def uncover(self, t: Tensor) -> None:
-        kinds, lost = self.unseen.pop(id(t))
-        if lost:
+        kinds, owed = self.unseen.pop(id(t))
+        if owed.lost:
             rec = self.trace.calls[min(self.cursor, len(self.trace.calls) - 1)]
             raise PlanError(
-                f"{rec.name} uses the result of a custom autograd function, in which {lost}: its backward would not know",
+                f"{rec.name} uses the result of a custom autograd function, in which {owed.lost}: its backward would not know",
                 code="custom-function", where=rec.where, module=rec.module,
                 legal="the function's forward written out in torch calls, or layouts that need no redistribution in it",
             )  # fmt: skip
+        for pending in owed.apart:
+            pending.need(R)
         self.infos[id(t)].kinds = kinds
 
     def _check_in_place(self, rec: Call, t: Tensor, kinds: list[Kind]) -> None:

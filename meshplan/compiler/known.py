@@ -16,6 +16,7 @@ from meshplan.compiler.frames import Frames
 from meshplan.compiler.invocations import Invocations
 from meshplan.compiler.kinds import Kind, N, Pending, replicated, user_letter
 from meshplan.compiler.layout import Axis, Info
+from meshplan.compiler.ownership import Owed
 from meshplan.compiler.repeats import Segment
 from meshplan.compiler.sites import Decisions, Move, Site
 from meshplan.compiler.source import raised_at
@@ -90,7 +91,7 @@ class Known:
         self.stack, self.frames = ModuleStack(), Frames()
         self.infos: dict[int, Info] = {}
         self.valued: dict[int, Info] = {}  # the latest by value
-        self.unseen: dict[int, tuple[list[Kind], str]] = {}
+        self.unseen: dict[int, tuple[list[Kind], Owed]] = {}
         self.moved_inputs: dict[tuple[int, str], list[Site]] = {}
         self.keep: list[Any] = []
         self.sharing: dict[int, list[Tensor]] = {}

@@ -3,8 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from meshplan.compiler.kinds import I, Kind, N, Pending, R
+
+
+@dataclass(frozen=True)
+class Owed:
+    """What the backward of calls that run with gradients off would owe, should they be the forward of a custom autograd
+    function.
+
+    Attributes:
+        lost: a reduction that nobody is told of, in words; "" for none.
+        apart: values of open ownership that each rank uses in its own way.
+    """
+
+    lost: str = ""
+    apart: frozenset[Pending] = frozenset()
+
+    def and_also(self, other: Owed) -> Owed:
+        return Owed(self.lost or other.lost, self.apart | other.apart)
 
 
 def to_invariant(kinds: Sequence[Kind], requires_grad: Sequence[bool]) -> list[int]:

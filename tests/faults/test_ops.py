@@ -210,6 +210,47 @@ def test_a_custom_function_whose_input_needs_a_reduction_in_backward_is_refused(
     assert error.where.file == __file__ and error.where.line
 
 
+class InsideLinear(torch.autograd.Function):
+    """tanh and a matrix product in one: what the product uses was made with gradients off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        h = torch.tanh(x) * 1.5
+        ctx.save_for_backward(h, w)
+        return h @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        h, w = ctx.saved_tensors
+        return (grads[0] @ w) * (1.5 - h.square() / 1.5), grads[0].flatten(0, -2).t() @ h.flatten(0, -2)
+
+
+class CustomInside(CustomProduct):
+    def forward(self, x: Tensor) -> Tensor:
+        return _sum(self.down(InsideLinear.apply(self.embed(x), self.up.weight)))
+
+
+class CustomOnParameters(CustomProduct):
+    """The function's first argument depends on parameters only: it is open whose its gradient is, until the function uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _sum(x + self.down(InsideLinear.apply(self.table, self.up.weight)))
+
+
+def test_a_reduction_that_the_inside_of_a_custom_function_needs_in_backward_is_refused():
+    plan = plan_of({"x": numbers(3, 4)}, mp.Rule("up", params={"weight": {"tp": mp.S(0)}}), PAIR[1])
+    refused(CustomInside, plan, "custom-function")
+
+
+def test_a_custom_function_may_use_a_parameter_in_a_way_of_each_rank():
+    plan = plan_of({"x": numbers(3, 4)}, mp.Rule("up", params={"weight": {"tp": mp.S(0)}}), PAIR[1])
+    exact(CustomOnParameters, plan)
+
+
 class Reads(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
