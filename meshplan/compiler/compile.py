@@ -20,6 +20,7 @@ from meshplan.compiler.expand import expand_repeats
 from meshplan.compiler.experts import ExpertsAt, refuse_compiled, refuse_uncalled
 from meshplan.compiler.experts_check import check_experts
 from meshplan.compiler.few_heads import SplitNeeded, split_spec, sub_axes, with_copies
+from meshplan.compiler.fingerprint import fingerprint
 from meshplan.compiler.foldable import foldable, heard_inside
 from meshplan.compiler.fsdp_cuts import fsdp_cuts, shards_parameters
 from meshplan.compiler.fsdp_reads import refuse_foreign_reads
@@ -119,7 +120,9 @@ def compile_core(
         routed, unchecked = check_experts(routed, model, trace, check == "values")
         checked = replace(checked, skipped=(*checked.skipped, *unchecked))
     expand_repeats(result, settled)
-    program = replace(_program(bound, result, settled, axes, examples), checked=checked, asked=trace.asked)
+    program = replace(
+        _program(bound, result, settled, axes, examples), checked=checked, asked=trace.asked, single=fingerprint(trace)
+    )
     edits = [(path, e) for path, many in result.edits.items() for e in many.values()]
     refuse_unused(bound, ContextAt.of(bound, spec), edits)
     refuse_compiled_rings(bound, edits)

@@ -75,6 +75,7 @@ class Program:
     checked: Checked = field(default_factory=Checked)
     asked: tuple[bool, ...] = ()  # see `meshplan.compiler.tracing`
     spared: tuple[int, ...] = ()  # calls of the single device that a rank leaves out: see spared.py
+    single: str = ""  # the single device's program: see fingerprint.py
     merged: frozenset[tuple[int, int]] = frozenset()  # (call, result) whose gradients are right in sum: see equal_heads.py
 
 
@@ -106,6 +107,7 @@ class Core:
                 [(b.site, b.move.axis, b.move.src, b.move.dst, b.regather) for b in program.boundaries]
             ),
             "calls": digest(calls),
+            "what the model itself calls": program.single,
             "outputs": digest([(key, kinds) for key, kinds, _, _ in program.outputs]),
         }
 

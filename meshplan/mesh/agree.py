@@ -163,7 +163,8 @@ def _differ(store: Store, base: str, posts: Mapping[int, _Post]) -> dict[str, st
     return {
         "code": "ranks-differ",
         "message": "\n".join(lines),
-        "legal": "the same plan, model, global input shapes and versions on every rank",
+        "legal": "the same plan, model, global input shapes and versions on every rank; where the model's code iterates over a "
+        "set, one PYTHONHASHSEED in the environment of all",
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import os
 import pickle
 import signal
 import sys
@@ -105,7 +106,8 @@ class RankPool:
             process: BaseProcess = context.Process(
                 target=serve, args=(rank, theirs, self._store.port, self.backend), daemon=True
             )
-            process.start()
+            with _one_order_of_sets():
+                process.start()
             theirs.close()
             self._workers.append((process, ours))
         deadline = time.monotonic() + START
@@ -193,6 +195,18 @@ def _answers(conn: Connection, seconds: float) -> bool:
         return conn.poll(seconds) and conn.recv_bytes() == b"ready"
     except (EOFError, OSError):
         return False
+
+
+@contextmanager
+def _one_order_of_sets() -> Iterator[None]:
+    """Processes started here order the strings of a set alike: a model's code may iterate over one."""
+    before = os.environ.get("PYTHONHASHSEED")
+    os.environ.setdefault("PYTHONHASHSEED", "0")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONHASHSEED"]
 
 
 def _ending(process: BaseProcess) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import meshplan as mp
 from tests.faults.check import exact, numbers, plan_of, refused
@@ -69,6 +71,44 @@ def test_if_one_rank_differs_or_fails_every_rank_raises(pool, what, codes):
     answers = pool.run(differing, what, world=2)
     assert [code for code, _ in answers] == codes
     assert "1" in answers[0][1]
+
+
+class InAnOrder(nn.Module):
+    """Uses two parameters of one shape in an order that its process chose, as code that iterates over a set does."""
+
+    def __init__(self, order: tuple[str, str]) -> None:
+        super().__init__()
+        self.order = order
+        self.weights = nn.ParameterDict({name: nn.Parameter(torch.eye(8) * (1 + n)) for n, name in enumerate("ab")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.order:
+            x = x + F.linear(x, self.weights[name]).softmax(-1)
+        return x.square().mean()
+
+
+def in_another_order() -> str:
+    """On a rank: what `parallelize` raises; the same collectives of the same sizes would be made of unlike values."""
+    rules = [mp.Rule("", params={f"weights.{name}": {"tp": mp.S(0)} for name in "ab"})]
+    try:
+        mp.parallelize(InAnOrder(("a", "b") if dist.get_rank() else ("b", "a")), plan_of(X, *rules))
+    except mp.PlanError as error:
+        return f"{error.code}: {error}"
+    return "none"
+
+
+def test_ranks_whose_python_took_another_order_are_told_before_they_mix_values(pool):
+    for said in pool.run(in_another_order, world=2):
+        assert said.startswith("ranks-differ") and "what the model itself calls" in said and "PYTHONHASHSEED" in said
+        assert "boundaries" not in said and "calls:" not in said.replace("itself calls:", "")
+
+
+def order_of_a_set() -> list[str]:
+    return list({"sliding_attention", "full_attention", "chunked_attention", "linear_attention"})
+
+
+def test_the_ranks_of_a_pool_take_the_strings_of_a_set_in_one_order(pool):
+    assert len({tuple(order) for order in pool.run(order_of_a_set, world=2)}) == 1
 
 
 def refused_before_any_collective() -> tuple[str, int]:
