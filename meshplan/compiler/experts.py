@@ -21,6 +21,7 @@ from meshplan.mesh.spec import MeshSpec, divisors
 from meshplan.ops.experts.call import Routed
 from meshplan.plan.patterns import match, within
 from meshplan.plan.placements import Partial, Shard
+from meshplan.plan.sections import Experts
 
 if TYPE_CHECKING:
     from meshplan.compiler.lowered import ParamPlan
@@ -65,7 +66,7 @@ class ExpertsAt:
 
     view: ExpertView
     modules: Mapping[str, Found]
-    dispatch: str
+    section: Experts
 
     @classmethod
     def of(cls, bound: Bound, model: nn.Module, spec: MeshSpec) -> tuple[Bound, ExpertsAt | None]:
@@ -77,7 +78,7 @@ class ExpertsAt:
         if section is None:
             return bound, None
         try:
-            view = expert_view(spec, section.ep, section.etp)
+            view = expert_view(spec, section.ep, section.etp, section.inner or 1)
         except PlanError as error:
             raise error.at(section.source.where) from None
         found = {f.path: f for path in bound.experts for f in experts_in(path, model, bound)}
@@ -97,7 +98,7 @@ class ExpertsAt:
                     f"{f.path} has {f.experts} experts, and experts.ep is {section.ep}", code="experts-split", module=f.path,
                     where=section.source.child("ep").where, legal="ep: " + ", ".join(map(str, divisors(f.experts))),
                 )  # fmt: skip
-        return replace(bound, experts=tuple(found)), cls(view, found, section.dispatch)
+        return replace(bound, experts=tuple(found)), cls(view, found, section)
 
     @cached_property
     def packed(self) -> dict[str, Found]:
@@ -129,12 +130,14 @@ class ExpertsAt:
         all ranks have as many tokens."""
         found, etp = self.modules[module], self.view.axes("etp")
         copies = tuple(leaf for axis in inside for leaf in self.view.spec.leaves(axis) if leaf not in etp)
+        levels = self.view.levels if self.section.dispatch == "twolevel" else ((), ())
         return Replacement(
             OPERATOR,
             (
-                ("module", module), ("experts", found.experts), ("ep", self.view.axes("ep")), ("dispatch", self.dispatch),
-                ("packed", bool(found.packed)), ("copies", copies), ("etp", etp), ("etp_copies", "tp" in inside),
-                ("equal", equal),
+                ("module", module), ("experts", found.experts), ("ep", self.view.axes("ep")),
+                ("dispatch", self.section.dispatch), ("nodes", levels[0]), ("node", levels[1]),
+                ("payload", self.section.payload), ("packed", bool(found.packed)), ("copies", copies), ("etp", etp),
+                ("etp_copies", "tp" in inside), ("equal", equal),
             ),
         )  # fmt: skip
 

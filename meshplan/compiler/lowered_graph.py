@@ -181,7 +181,7 @@ class Lowered:
         """What the reader should know that no line of the graph shows."""
         implicit = sum(b.implicit and b.site.side == "call" for b in self.core.program.boundaries)
         found = [f"{implicit} redistributions stand in the middle of a module's code"] if implicit else []
-        found += self._skew()
+        found += self._skew() + self._rounding()
         if any(c.routed for c in self.collectives):
             found.append("what experts exchange is counted for an even routing; a step sends what its own takes")
         return [*found, *(f"not checked by value: {use}" for use in self.core.program.checked.skipped)]
@@ -204,7 +204,7 @@ class Lowered:
                 ),
             })  # fmt: skip
         view = {name: routed.view.degree(name) for name in VIEW}
-        return {"view": view, "borrowed": routed.view.borrowed, "dispatch": routed.dispatch, "modules": modules}
+        return {"view": view, "borrowed": routed.view.borrowed, "dispatch": routed.section.way, "modules": modules}
 
     def _skew(self) -> list[str]:
         """How uneven causal attention is where sequences lie on cp in one run a rank."""
@@ -213,6 +213,14 @@ class Lowered:
             return []
         most = f"{(2 * n - 1) / n:.3g} times the mean"
         return [f"contiguous order: under a causal mask the last rank of cp computes {most}; zigzag is even"]
+
+    def _rounding(self) -> list[str]:
+        """What experts are given, where it is not what one device gives them."""
+        section = self.core.bound.plan.experts
+        if section is None or section.payload is None:
+            return []
+        return ["experts.payload fp8: experts are given rows rounded to 4 significant bits, off by up to a sixteenth; `verify` "
+                "compares with one device that rounds alike"]  # fmt: skip
 
     @property
     def conditions(self) -> list[str]:

@@ -196,7 +196,7 @@ def _axes_sets(core: Core) -> list[tuple[str, ...]]:
                 sets += [
                     v
                     for k, v in edit.replacement.settings
-                    if k in ("rows", "classes", "tokens", "normed", "ep", "copies", "etp") and len(v) > 1
+                    if k in ("rows", "classes", "tokens", "normed", "ep", "nodes", "node", "copies", "etp") and len(v) > 1
                 ]
     sets += [axes for axes in (expert_axes(core), *(how.data for how in by_reduction(core))) if len(axes) > 1]
     return list(dict.fromkeys(sets))

@@ -28,6 +28,9 @@ LENDERS = ("dp_shard", "cp", "tp")
 VIEW = ("expert_dp", "ep", "etp")
 """Axes of the experts' view, within a pipeline stage."""
 
+_NODE = "ep_node"
+"""The innermost part of ep, where its ranks are dealt with node by node."""
+
 
 @dataclass(frozen=True)
 class ExpertView:
@@ -36,14 +39,21 @@ class ExpertView:
     Attributes:
         spec: the mesh, with the axes that are borrowed in part cut.
         parts: leaves of `spec` behind each axis of `VIEW`, outermost first.
+        inner: those of ep whose ranks are on one node, the last of them; see `expert_view`.
     """
 
     spec: MeshSpec
     parts: tuple[tuple[str, tuple[str, ...]], ...]
+    inner: tuple[str, ...] = ()
 
     def axes(self, name: str) -> tuple[str, ...]:
         """The axes of `spec` that `name`, an axis of `VIEW`, stands for; none if all of its ranks are one."""
         return dict(self.parts)[name]
+
+    @property
+    def levels(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The axes of ep between nodes, and those inside one."""
+        return tuple(axis for axis in self.axes("ep") if axis not in self.inner), self.inner
 
     def degree(self, name: str) -> int:
         """Number of ranks along `name`."""
@@ -87,12 +97,13 @@ class ExpertView:
         return f"{view} (ep borrows {lent})"
 
 
-def expert_view(spec: MeshSpec, ep: int, etp: int = 1) -> ExpertView:
+def expert_view(spec: MeshSpec, ep: int, etp: int = 1, inner: int = 1) -> ExpertView:
     """The experts' view of a mesh.
 
     Arguments:
         spec: the dense view, axes of `AXES`.
         ep: ranks that share one copy of the experts; etp: ranks that split each of them.
+        inner: consecutive ranks of ep that are told apart as those of one node.
 
     Raises:
         PlanError: `expert-fold` where the mesh cannot be folded so, with the degrees that it can.
@@ -113,17 +124,19 @@ def expert_view(spec: MeshSpec, ep: int, etp: int = 1) -> ExpertView:
             code="expert-fold",
             legal="ep: " + ", ".join(str(d) for d in legal),
         )
-    parts: dict[str, list[str]] = {name: [] for name in VIEW}
+    parts: dict[str, list[str]] = {name: [] for name in (*VIEW, _NODE)}
     left, borrowed = ep, {}
     for axis, most in room.items():
         borrowed[axis] = math.gcd(left, most)
         left //= borrowed[axis]
+    near = _inside_nodes(borrowed, [axis for axis in spec.uncut if axis in borrowed], inner)
     for axis in spec.uncut:
         if axis == "pp":
             continue
         degree, lent = spec.degree(axis), borrowed.get(axis, 1)
-        inner = etp if axis == "tp" else 1
-        sizes = {"expert_dp": degree // lent // inner, "ep": lent, "etp": inner}
+        split = etp if axis == "tp" else 1
+        here = near.get(axis, 1)
+        sizes = {"expert_dp": degree // lent // split, "ep": lent // here, _NODE: here, "etp": split}
         busy = [name for name, size in sizes.items() if size > 1]
         if len(busy) > 1:
             if axis not in spec.names:
@@ -137,7 +150,31 @@ def expert_view(spec: MeshSpec, ep: int, etp: int = 1) -> ExpertView:
                 parts[name].append(f"{axis}_{name}")
         elif busy:
             parts[busy[0]] += spec.leaves(axis)
-    return ExpertView(spec, tuple((name, tuple(leaves)) for name, leaves in parts.items()))
+    node = tuple(parts.pop(_NODE))
+    parts["ep"] = [axis for axis in spec.names if axis in (*parts["ep"], *node)]
+    return ExpertView(spec, tuple((name, tuple(leaves)) for name, leaves in parts.items()), node)
+
+
+def _inside_nodes(borrowed: dict[str, int], order: list[str], inner: int) -> dict[str, int]:
+    """Of the ranks that ep borrows of each axis, `order` from outermost to innermost, how many are on one node: all of the
+    innermost axes, and a divisor of the next."""
+    found, left = {}, inner
+    for axis in reversed(order):
+        found[axis] = math.gcd(left, borrowed[axis])
+        left //= found[axis]
+        if found[axis] < borrowed[axis]:
+            break
+    if left == 1:
+        return found
+    legal, whole = {1}, 1
+    for axis in reversed(order):
+        legal |= {whole * d for d in divisors(borrowed[axis])}
+        whole *= borrowed[axis]
+    raise PlanError(
+        f"ep {whole} has no nodes of {inner} consecutive ranks",
+        code="expert-fold",
+        legal="inner: " + ", ".join(map(str, sorted(legal))),
+    )
 
 
 def legal_degrees(spec: MeshSpec, etp: int = 1) -> list[int]:

@@ -29,7 +29,8 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 METHODS = ("ring", "ulysses", "allgather", "hybrid")
 BALANCES = ("zigzag", "contiguous")
 TRANSPORTS = ("send", "peer")
-DISPATCHES = ("auto", "alltoall", "allgather", "fused")
+DISPATCHES = ("auto", "alltoall", "allgather", "twolevel", "fused")
+PAYLOADS = ("fp8",)
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 POLICIES = ("full", "none")
 GATHERS = ("save", "regather")
@@ -197,7 +198,10 @@ class Experts(Section):
         at: the MoE blocks, or their experts modules.
         ep: ranks that share one copy of the experts, borrowed from dp_shard, then cp, then tp.
         etp: ranks that split each expert.
-        dispatch: how tokens travel: `auto`, `alltoall`, `allgather` or `fused`.
+        dispatch: how tokens travel: `auto`, `alltoall`, `allgather`, `twolevel` (to each node once, and on from there) or
+            `fused` (through the memory of one node's ranks).
+        inner: consecutive ranks of ep on one node; for `twolevel`, and only there.
+        payload: `fp8` rounds the rows that experts are given to 8 bits; None leaves them as they are.
     """
 
     name: ClassVar[str] = "experts"
@@ -205,12 +209,45 @@ class Experts(Section):
     ep: int = 1
     etp: int = 1
     dispatch: str = "auto"
+    inner: int | None = None
+    payload: str | None = None
+
+    @property
+    def title(self) -> str:
+        """Degrees and dispatch in a few words: `ep 8 x etp 2 twolevel 4 in fp8`."""
+        etp = f" x etp {self.etp}" if self.etp > 1 else ""
+        return f"ep {self.ep}{etp} {self.way}"
+
+    @property
+    def way(self) -> str:
+        """The dispatch: `alltoall`, `twolevel 4 in fp8`."""
+        inner = "" if self.inner is None else f" {self.inner}"
+        return self.dispatch + inner + ("" if self.payload is None else f" in {self.payload}")
 
     def _check(self) -> None:
         self._paths("at")
         self._degree("ep")
         self._degree("etp")
         self._choice("dispatch", DISPATCHES)
+        if self.payload is not None:
+            self._choice("payload", PAYLOADS)
+        if (self.dispatch == "twolevel") != (self.inner is not None):
+            need = "needs" if self.dispatch == "twolevel" else "has no use for"
+            raise PlanError(
+                f"experts.dispatch {self.dispatch!r} {need} `inner`",
+                code="bad-value",
+                where=self.source.child("inner").where,
+                legal="dispatch: twolevel together with inner: <ranks of ep on one node>",
+            )
+        if self.inner is not None:
+            self._degree("inner")
+        if self.dispatch == "fused" and self.payload is not None:
+            raise PlanError(
+                f"experts.dispatch 'fused' sends rows as they are, and experts.payload is {self.payload!r}",
+                code="bad-value",
+                where=self.source.child("payload").where,
+                legal="no payload, or another dispatch",
+            )
 
 
 @dataclass(frozen=True)

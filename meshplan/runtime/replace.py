@@ -157,6 +157,8 @@ def _experts(settings: Mapping[str, Any], groups: Groups, streams: DropoutStream
         return groups.group(*settings[key]) if settings[key] else groups.alone()
 
     group, experts = over("ep"), settings["experts"]
+    twolevel = settings["dispatch"] == "twolevel"
+    levels = (over("nodes"), over("node")) if twolevel else None
     held = experts // group.size if settings["packed"] else experts
     # Experts that hold parameters of their own are all there, and numbered as in the model.
     first = 0 if settings["packed"] else group.rank * (experts // group.size)
@@ -168,7 +170,8 @@ def _experts(settings: Mapping[str, Any], groups: Groups, streams: DropoutStream
         own, tokens, indices, weights = args[:4]
         out = routed_experts(
             tokens, indices, weights, own.body(held, first), experts=experts, group=group, layout=layout,
-            equal=settings["equal"], **dispatch_of(settings["dispatch"], group.size, indices.shape[1]),
+            equal=settings["equal"], levels=levels, payload=settings["payload"],
+            **dispatch_of(settings["dispatch"], group.size, indices.shape[1]),
         )  # fmt: skip
         # FSDP hooks a unit's result, which a view would lose to an operation in place.
         return out.clone() if out._is_view() else out

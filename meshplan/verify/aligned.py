@@ -74,7 +74,7 @@ def align(
     if tamper is not None:
         cores = [tamper(core) for core in cores]
     spec, axes = cores[0].spec, cores[0].program.axes
-    one, cotangents = run_single(single, batch, seed)
+    one, cotangents = run_single(single, batch, seed, plan)
     one.log.entries[:] = [e for i, e in enumerate(one.log.entries) if i not in spared]
     world = World(world_size)
 

@@ -19,8 +19,7 @@ def composition(plan: Plan, spec: MeshSpec) -> str:
     if plan.context is not None and spec.degree("cp") > 1:
         extras.append(plan.context.title)
     if plan.experts is not None:
-        degrees = f"ep {plan.experts.ep}" + (f" x etp {plan.experts.etp}" if plan.experts.etp > 1 else "")
-        extras.append(f"{degrees} {plan.experts.dispatch}")
+        extras.append(plan.experts.title)
     if plan.pipeline is not None and spec.degree("pp") > 1:
         extras.append(f"{plan.pipeline.schedule} {plan.pipeline.microbatches} microbatches")
     if plan.recompute is not None:

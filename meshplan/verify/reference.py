@@ -16,6 +16,7 @@ from meshplan.runtime.init import init_weights
 from meshplan.verify.dropout import single_device_dropout
 from meshplan.verify.inputs import describe, make_batch
 from meshplan.verify.job import Batch, Job, adamw, build, find_loss, in_dtype
+from meshplan.verify.payload import single_device_payload
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def run_reference(job: Job, path: str) -> Reference:
     optimizer: torch.optim.Optimizer | None = None
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
-    with single_device_dropout(model, job.seed) as streams:
+    with single_device_dropout(model, job.seed) as streams, single_device_payload(model, job.plan):
         for step in range(job.steps):
             model.zero_grad()
             streams.begin_step()

@@ -29,6 +29,7 @@ from meshplan.runtime.module import in_step
 from meshplan.runtime.simulated import SimulatedGroups
 from meshplan.verify.dropout import single_device_dropout
 from meshplan.verify.layouts import take, take_gradient
+from meshplan.verify.payload import single_device_payload
 from meshplan.verify.watching import Log, Values, watch
 
 
@@ -86,11 +87,13 @@ def _uneven(core: Core) -> bool:
     return any(size % n for size, n in moved + placed)
 
 
-def run_single(model: nn.Module, batch: Mapping[str, Any], seed: int) -> tuple[Run, list[Tensor | None]]:
+def run_single(
+    model: nn.Module, batch: Mapping[str, Any], seed: int, plan: Plan | None = None
+) -> tuple[Run, list[Tensor | None]]:
     """Forward and backward of one device from random gradients of its results, which are returned too. `model` is
     unchanged: what a forward leaves in attributes stays in a copy."""
     log, inputs, model = Log(), _copied(batch), copy.deepcopy(model)
-    with single_device_dropout(model, seed) as streams:
+    with single_device_dropout(model, seed) as streams, single_device_payload(model, plan):
         streams.begin_step()
         with Values(log):
             out = model(**inputs)

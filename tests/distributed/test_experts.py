@@ -37,11 +37,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
-def plan(mesh: dict[str, int], rules: tuple[mp.Rule, ...] = (), **sections: Any) -> mp.Plan:
+def plan(mesh: dict[str, int], rules: tuple[mp.Rule, ...] = (), rows: int = 4, **sections: Any) -> mp.Plan:
     place: dict[str, Any] = {"dp": S(0)} if {"dp_shard", "dp_replicate"} & set(mesh) else {}
     place |= {"cp": S(1)} if "cp" in mesh else {}
     experts = {"at": ["layers.*.experts"], **sections.pop("experts")}
-    inputs = {name: mp.Input(shape=(4, 6), dtype=torch.int64, place=place) for name in ("tokens", "labels")}
+    inputs = {name: mp.Input(shape=(rows, 6), dtype=torch.int64, place=place) for name in ("tokens", "labels")}
     return mp.Plan(mesh=mesh, inputs=inputs, rules=rules, experts=experts, **sections)
 
 
@@ -55,6 +55,17 @@ PLANS = {
         {"dp_shard": 4}, experts={"ep": 2, "dispatch": "alltoall"}, fsdp={"units": ["layers.*"], "strategy": "zero2"}
     ),
     "ep 2 by allgather": plan({"dp_shard": 2}, experts={"ep": 2, "dispatch": "allgather"}),
+    "ep 4 by two levels, a node of 2": plan({"dp_shard": 4}, experts={"ep": 4, "dispatch": "twolevel", "inner": 2}, **FSDP),
+    "ep 4 of dp_shard 2 and tp 2, tp in a node": plan(
+        {"dp_shard": 2, "tp": 2}, experts={"ep": 4, "dispatch": "twolevel", "inner": 2}, **FSDP
+    ),
+    "ep 4 of dp_shard 8, two levels, experts sharded over their copies": plan(
+        {"dp_shard": 8}, rows=8, experts={"ep": 4, "dispatch": "twolevel", "inner": 2}, **FSDP
+    ),
+    "ep 2 in 8 bits": plan({"dp_shard": 2}, experts={"ep": 2, "payload": "fp8"}, **FSDP),
+    "ep 4 by two levels in 8 bits": plan(
+        {"dp_shard": 4}, experts={"ep": 4, "dispatch": "twolevel", "inner": 2, "payload": "fp8"}
+    ),
     "ep 2, hsdp": plan({"dp_replicate": 2, "dp_shard": 2}, experts={"ep": 2}, **FSDP),
     "ep 2 of tp, tokens whole": plan({"tp": 2}, experts={"ep": 2}),
     "ep 4 of dp_shard 2 and tp 2": plan({"dp_shard": 2, "tp": 2}, experts={"ep": 4}, **FSDP),
@@ -73,7 +84,8 @@ PLANS = {
 def test_two_steps_with_weight_decay_are_those_of_one_device(case):
     given = PLANS[case]
     n = functools.reduce(int.__mul__, given.mesh.values())
-    receipt = mp.verify(made, given, nproc=n, inputs=batch, steps=2, optimizer=adamw)
+    inputs = functools.partial(batch, given.inputs["tokens"].shape[0])
+    receipt = mp.verify(made, given, nproc=n, inputs=inputs, steps=2, optimizer=adamw)
     assert receipt.passed, str(receipt)
 
 

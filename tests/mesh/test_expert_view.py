@@ -114,6 +114,45 @@ def test_folds_that_cannot_be_are_refused_with_those_that_can(spec, ep, etp, leg
     assert refusal.value.code == "expert-fold" and refusal.value.legal == legal
 
 
+@pytest.mark.parametrize(
+    "spec, ep, etp, inner, nodes, node",
+    [
+        # ep is all of dp_shard: its inner half is a node.
+        (mesh(dp_shard=4), 4, 1, 2, ((0, 2), (1, 3)), ((0, 1), (2, 3))),
+        # Half of dp_shard is ep, of which half is a node: three parts of one axis.
+        (mesh(dp_shard=8), 4, 1, 2, ((0, 2), (1, 3), (4, 6), (5, 7)), ((0, 1), (2, 3), (4, 5), (6, 7))),
+        # tp is inside, and with a half of what ep has of dp_shard a node.
+        (mesh(dp_shard=4, tp=2), 8, 1, 4, ((0, 4), (1, 5), (2, 6), (3, 7)), ((0, 1, 2, 3), (4, 5, 6, 7))),
+        (mesh(dp_shard=2, tp=4), 4, 2, 2, ((0, 4), (1, 5), (2, 6), (3, 7)), ((0, 2), (1, 3), (4, 6), (5, 7))),
+        (mesh(dp_shard=2, tp=2), 4, 1, 1, ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,))),
+    ],
+)
+def test_ranks_of_ep_on_one_node_are_consecutive_ones_of_its_group(spec, ep, etp, inner, nodes, node):
+    view = expert_view(spec, ep, etp, inner)
+    outer, near = view.levels
+    assert view.spec.groups(*outer) == nodes and view.spec.groups(*near) == node
+    for rank in range(spec.world_size):
+        group = view.group_of(rank, "ep")
+        assert group == expert_view(spec, ep, etp).group_of(rank, "ep")
+        at = group.index(rank)
+        assert view.spec.group_of(rank, *near) == group[at - at % inner : at - at % inner + inner]
+        assert view.spec.coord(rank, *outer) * inner + view.spec.coord(rank, *near) == view.coord(rank, "ep")
+
+
+@pytest.mark.parametrize(
+    "spec, ep, inner, legal",
+    [
+        (mesh(dp_shard=4), 4, 3, "inner: 1, 2, 4"),
+        (mesh(dp_shard=4), 2, 4, "inner: 1, 2"),
+        (mesh(dp_shard=2, tp=3), 6, 2, "inner: 1, 3, 6"),
+    ],
+)
+def test_nodes_that_cut_ep_elsewhere_are_refused(spec, ep, inner, legal):
+    with pytest.raises(PlanError) as refusal:
+        expert_view(spec, ep, 1, inner)
+    assert refusal.value.code == "expert-fold" and refusal.value.legal == legal
+
+
 def test_axes_that_are_cut_already():
     spec = mesh(dp_shard=4, tp=4).split_axis("tp", {"tp_kv": 2, "tp_rep": 2})
     assert expert_view(spec, 4).group_of(0, "expert_dp") == (0, 1, 2, 3)

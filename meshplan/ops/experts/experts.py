@@ -26,10 +26,10 @@ def dispatch_of(name: str, ranks: int, k: int) -> dict[str, Any]:
 
     Raises PlanError `bad-value` for one that cannot run here.
     """
+    once = ranks * (1 - (1 - 1 / ranks) ** k) <= WORTH * k  # rows a token, of k (see alltoall.py)
     if name in ("auto", "alltoall"):
-        once = ranks * (1 - (1 - 1 / ranks) ** k)  # rows a token, of k (see alltoall.py)
-        return {"dispatch": "alltoall", "dedup": name == "auto" and once <= WORTH * k}
-    return {"dispatch": name}
+        return {"dispatch": "alltoall", "dedup": name == "auto" and once}
+    return {"dispatch": name, "dedup": once} if name == "twolevel" else {"dispatch": name}
 
 
 def routed_experts(

@@ -20,12 +20,13 @@ derivative 1.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from meshplan.errors import PlanError
-
-PAYLOADS = ("fp8",)
+from meshplan.plan.sections import PAYLOADS
 
 BLOCK = 128
 
@@ -63,6 +64,21 @@ def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     # The largest number of a dtype may be rounded up to beyond it.
     most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     return (q * scales[..., None]).clamp(-most, most).flatten(1)[:, :width].to(dtype)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """[N, H] as it arrives; the gradient goes through as it is."""
+    return _Rounded.apply(x)  # type: ignore[no-any-return]
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return unpack(pack(x), x.shape[1], x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _tiles(x: Tensor) -> Tensor:
