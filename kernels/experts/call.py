@@ -42,6 +42,8 @@ class Call:
         """Send the choices ahead of the rows. Returns the weights [R, k] of each inbox's rows, and sets `there`."""
         window, came = self.window, []
         window.pushed += 1
+        self._tell("peer_push", self.k, torch.int32)
+        self._tell("peer_push", self.k, weights[0].dtype)
         for at, rank in enumerate(window.held):
             table, rows = self.tables[at], self.routed[at].rows
             choose_launch(window, rank, self.indices[at], weights[at], rows, table.send, table.sent).run()
@@ -65,6 +67,7 @@ class Call:
         """
         # What the other stream reads must not be freed before it has.
         self.sending = [unit_stride(rows) for rows in x]
+        self._tell("peer_push", x[0].shape[1], x[0].dtype)
         window, machine = self.window, machine_of(self.window.device)
         here = torch.cuda.current_stream(window.device) if window.side is not None else None
         if window.side is not None:
@@ -85,6 +88,13 @@ class Call:
         """What came was used: inboxes serve the next exchange."""
         release(self.window, "freed", self.window.pushed)
 
+    def _tell(self, op: str, width: int, dtype: torch.dtype) -> None:
+        """Let the window hear of the rows that leave the rank here, or whose answers come home to it."""
+        rank = self.window.held[0]
+        sent = self.deal.rows[rank]
+        like = torch.empty(1, width, dtype=dtype, device=self.window.device)
+        self.window.tell(op, like.expand(sum(sent) - sent[rank], width))
+
     def flags(self, rank: int) -> Flags:
         """Those of its inbox's rows, in the push that is under way."""
         return Flags(self.window.mine(rank, "arrived"), self.window.sizes.chunk, self.window.pushed)
@@ -102,6 +112,9 @@ class Call:
         """Sums of pairs into the outboxes, with `back` [R, k] beside them; pulled home. Returns [T, H] and [T, k] (of `back`)."""
         window, machine = self.window, machine_of(self.window.device)
         window.answered += 1
+        self._tell("peer_pull", like[0].shape[1], like[0].dtype)
+        if back[0] is not None:
+            self._tell("peer_pull", self.k, back[0].dtype)
         for at, rank in enumerate(window.held):
             wait_launch(window.mine(rank, "pulled"), window.answered - 1).run()
             table, place = self.tables[at], self.there[at].place

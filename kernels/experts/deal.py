@@ -126,6 +126,7 @@ def agree(window: Window, indices: list[Tensor], bytes_of_row: int) -> tuple[Dea
     """
     sizes, n = window.sizes, window.sizes.ranks
     window.told += 1
+    window.tell("peer_push", torch.empty(n - 1, sizes.words, dtype=torch.int32, device=window.device))
     lists = []
     for rank, chosen in zip(window.held, indices, strict=True):
         keys = torch.empty(chosen.shape[0], n, dtype=torch.int32, device=chosen.device)

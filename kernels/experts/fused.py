@@ -158,7 +158,8 @@ class _ArriveAtMlp(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         require_first("experts")
         call, held = ctx.call, len(ctx.like)
-        saved, parameters = ctx.saved_tensors[: 2 * held], ctx.saved_tensors[2 * held :]
+        kept = ctx.saved_tensors  # read once: a recomputed one is given once
+        saved, parameters = kept[: 2 * held], kept[2 * held :]
         wanted, found, dx = ctx.needs_input_grad[2 + 2 * held :], [], []
         for at in range(held):
             packed = _packed(parameters, ctx.shapes, at)
@@ -192,7 +193,8 @@ class _Home(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         require_first("experts")
         call, held = ctx.call, len(grads)
-        y, heavy = ctx.saved_tensors[:held], ctx.saved_tensors[held:]
+        kept = ctx.saved_tensors  # read once: a recomputed one is given once
+        y, heavy = kept[:held], kept[held:]
         call.window.pushed += 1
         call.push(grads)
         call.sent()

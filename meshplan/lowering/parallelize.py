@@ -39,13 +39,14 @@ from meshplan.mesh.rankmap import log_rank_map
 from meshplan.mesh.spec import DATA_AXES, MeshSpec
 from meshplan.ops.dropout import DropoutStreams
 from meshplan.plan.plan import Plan, as_regions
-from meshplan.runtime import peers
 from meshplan.runtime.batch import remember
 from meshplan.runtime.gradients import Gradients, Reduction, same
 from meshplan.runtime.init import init_weights
 from meshplan.runtime.meta import materialise
+from meshplan.runtime.reach import require
 from meshplan.runtime.session import Session, Signature
 from meshplan.runtime.unchanged import Unchanged
+from meshplan.runtime.windows import require_windows
 
 log = logging.getLogger("meshplan")
 
@@ -112,7 +113,12 @@ def parallelize(
     device_type = _device_type(real)
     groups: Groups = build_groups(spec, device_type, _axes_sets(core)) if real else abstract_groups(spec, rank)
     if plan.context is not None and plan.context.transport == "peer" and (cp := groups.group("cp")).name is not None:
-        peers.require(cp.name, cp.axis, device_type)
+        require(
+            cp.name, cp.axis, device_type, asks="context.transport is peer", code="peers-out-of-reach",
+            legal="transport: send, or cp inside one node of GPUs that NVLink connects",
+        )  # fmt: skip
+    if core.experts is not None and core.experts.section.dispatch == "fused":
+        require_windows(groups.group(*core.experts.view.axes("ep")), device_type)
     log_rank_map(spec, rank, view=core.experts.view if core.experts else None)
     tensor_axes = tuple(name for name, n in spec.axes if n > 1 and spec.parent(name) not in DATA_AXES and name != "pp")
     meta = any(p.is_meta for p in model.parameters())

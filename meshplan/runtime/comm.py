@@ -229,6 +229,14 @@ class AxisGroup:
             self._tell("peer_pull", parts[self.rank])
         return parts[self.rank].clone()
 
+    def through_memory(self, op: str, rows: Tensor) -> None:
+        """Tell of `rows` that kernels take over: "peer_push" into peers' memory or "peer_pull" out of it. How many they are
+        depends on data."""
+        if self.name is not None:
+            peers.note(op, rows, self.name)
+        elif self.size > 1:
+            self.uneven()._tell(op, rows)
+
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's shard of a replicated `x` along `dim`: a view, no communication."""
         size = x.shape[dim]

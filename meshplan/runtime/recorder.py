@@ -22,7 +22,8 @@ class Collective:
     Attributes:
         sequence: 0-based position in the program of this rank.
         phase: forward, backward or optimizer.
-        op: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send, recv or peer_pull; also reduce, gather, scatter.
+        op: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send, recv, peer_pull, peer_push; also reduce,
+            gather, scatter.
         ranks: global ranks of the process group, in group order.
         axis: what `device_mesh_names` calls these ranks, or None.
         dtype: torch's bare name, such as "float64".
@@ -66,7 +67,7 @@ def wire_bytes(op: str, nbytes: int, n: int) -> int:
     """
     if n == 1 or op == "recv":
         return 0
-    if op in ("send", "broadcast", "reduce", "peer_pull"):
+    if op in ("send", "broadcast", "reduce", "peer_pull", "peer_push"):
         return nbytes
     return (2 if op == "all_reduce" else 1) * (n - 1) * nbytes // n
 
@@ -202,4 +203,5 @@ _FUNCTIONAL = {
     "_c10d_functional::irecv": ("recv", "tensor"),
     "_dtensor::shard_dim_alltoall": ("all_to_all", "input"),
     "meshplan::peer_pull": ("peer_pull", "message"),
+    "meshplan::peer_push": ("peer_push", "message"),
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from meshplan import compat
 from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups
 from meshplan.mesh.spec import hybrid_axes
@@ -24,6 +25,7 @@ from meshplan.ops.experts.experts import dispatch_of, routed_experts
 from meshplan.ops.experts.layout import TokenLayout
 from meshplan.plan.placements import Shard, dealt, parts_inside
 from meshplan.runtime.comm import AxisGroup, chunk_offset, chunk_sizes
+from meshplan.runtime.windows import opener
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]
 
@@ -157,8 +159,8 @@ def _experts(settings: Mapping[str, Any], groups: Groups, streams: DropoutStream
         return groups.group(*settings[key]) if settings[key] else groups.alone()
 
     group, experts = over("ep"), settings["experts"]
-    twolevel = settings["dispatch"] == "twolevel"
-    levels = (over("nodes"), over("node")) if twolevel else None
+    levels = (over("nodes"), over("node"))
+    window = opener(group, experts) if settings["dispatch"] == "fused" else None
     held = experts // group.size if settings["packed"] else experts
     # Experts that hold parameters of their own are all there, and numbered as in the model.
     first = 0 if settings["packed"] else group.rank * (experts // group.size)
@@ -168,10 +170,13 @@ def _experts(settings: Mapping[str, Any], groups: Groups, streams: DropoutStream
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         own, tokens, indices, weights = args[:4]
+        way = dispatch_of(settings["dispatch"], group.size, indices.shape[1])
+        if window is not None and group.name is None and not compat.is_fake(tokens):
+            way = {"dispatch": "alltoall", "dedup": True}  # simulated ranks: the same rows and sums, and no kernels
         out = routed_experts(
             tokens, indices, weights, own.body(held, first), experts=experts, group=group, layout=layout,
-            equal=settings["equal"], levels=levels, payload=settings["payload"],
-            **dispatch_of(settings["dispatch"], group.size, indices.shape[1]),
+            equal=settings["equal"], levels=levels if way["dispatch"] == "twolevel" else None, payload=settings["payload"],
+            window=window, **way,
         )  # fmt: skip
         # FSDP hooks a unit's result, which a view would lose to an operation in place.
         return out.clone() if out._is_view() else out

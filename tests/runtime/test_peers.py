@@ -12,8 +12,8 @@ import meshplan as mp
 from meshplan import compat
 from meshplan.mesh.build import build_groups
 from meshplan.mesh.spec import MeshSpec
-from meshplan.runtime import peers
 from meshplan.runtime.comm import AxisGroup
+from meshplan.runtime.reach import require
 from meshplan.runtime.recorder import record_collectives
 from meshplan.runtime.shared_ring import SharedRing
 from tests.distributed.test_context import plan, small_llama
@@ -87,7 +87,7 @@ def _elsewhere() -> tuple[str, str]:
     assert name is not None
     try:
         socket.gethostname = lambda: "other" if groups.rank == 2 else real()
-        peers.require(name, "cp", "cpu")
+        require(name, "cp", "cpu", asks="context.transport is peer", code="peers-out-of-reach", legal="")
     except mp.PlanError as error:
         return error.code, error.message
     finally:

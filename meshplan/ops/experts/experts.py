@@ -11,6 +11,7 @@ from meshplan.errors import PlanError
 from meshplan.ops.experts.allgather import allgather_experts
 from meshplan.ops.experts.alltoall import alltoall_experts
 from meshplan.ops.experts.contract import Body, Job, Routing, check
+from meshplan.ops.experts.fused import through_windows
 from meshplan.ops.experts.layout import TokenLayout
 from meshplan.ops.experts.payload import check_payload
 from meshplan.ops.experts.twolevel import Levels, twolevel_experts
@@ -27,7 +28,7 @@ def dispatch_of(name: str, ranks: int, k: int) -> dict[str, Any]:
     Raises PlanError `bad-value` for one that cannot run here.
     """
     once = ranks * (1 - (1 - 1 / ranks) ** k) <= WORTH * k  # rows a token, of k (see alltoall.py)
-    if name in ("auto", "alltoall"):
+    if name in ("auto", "alltoall") or ranks == 1:
         return {"dispatch": "alltoall", "dedup": name == "auto" and once}
     return {"dispatch": name, "dedup": once} if name == "twolevel" else {"dispatch": name}
 
@@ -74,7 +75,8 @@ def routed_experts(
         payload: `fp8` sends dispatched rows in 8 bits (see `payload.py`); results, and gradients, stay as they are.
         meanwhile: called once while dispatched rows are under way; what it computes has its backward while their gradients are.
             It may use collectives, the same ones on all ranks. See `with_shared`.
-        window: for `fused`: that memory, from `meshplan.kernels.experts.window.open_window`.
+        window: for `fused`: that memory, from `meshplan.kernels.experts.window.open_window`, or a function of what is sent that
+            gives it.
 
     Returns:
         [T, H] in the dtype of `tokens`.
@@ -101,32 +103,12 @@ def routed_experts(
         if levels is not None:
             return twolevel_experts(x, job, levels, dedup)
         if dispatch == "fused":
-            return _fused(x, job, window)
+            return through_windows(x, job, window)
         if dispatch == "allgather":
             return allgather_experts(x, job, equal)
         return alltoall_experts(x, job, dedup)
 
     return (layout or TokenLayout()).around(given, send)
-
-
-def _fused(x: Routing, job: Job, window: Any) -> Tensor:
-    group = job.group
-    fits = window is not None and (window.sizes.ranks, window.sizes.experts) == (group.size, job.experts)
-    if not fits or window.held != [group.rank]:
-        raise PlanError(
-            f"fused experts on {group.axis} of {group.size} ranks have no window into their memory",
-            code="experts-fused",
-            legal="dispatch: alltoall, allgather; or a window of these ranks and experts, where GPUs reach each other's memory",
-        )
-    if job.payload is not None or job.meanwhile is not None:
-        raise PlanError(
-            "fused experts have no payload of their own, and nothing beside the exchange",
-            code="bad-value",
-            legal="payload=None and meanwhile=None, or dispatch 'alltoall'",
-        )
-    from meshplan.kernels.experts.fused import fused_experts
-
-    return fused_experts([x.tokens], [x.indices], [x.weights], [job.body], window)[0]
 
 
 def with_shared(
