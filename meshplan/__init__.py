@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from meshplan.runtime.checkpoint import load, load_plan_of, save
     from meshplan.runtime.clip import clip_grad_norm_
     from meshplan.runtime.init import init_weights
+    from meshplan.runtime.loads import expert_load
     from meshplan.runtime.meta import build_on_meta as meta
     from meshplan.runtime.session import accumulate
     from meshplan.search.auto import auto_plan
@@ -60,6 +61,7 @@ _HOMES = {
     "save": "meshplan.runtime.checkpoint",
     "clip_grad_norm_": "meshplan.runtime.clip",
     "init_weights": "meshplan.runtime.init",
+    "expert_load": "meshplan.runtime.loads",
     "meta": "meshplan.runtime.meta",
     "accumulate": "meshplan.runtime.session",
 }
@@ -67,8 +69,8 @@ _RENAMED = {"meta": "build_on_meta"}
 
 __all__ = [
     "Compile", "Context", "Experts", "Fsdp", "Input", "Lowered", "P", "Pipeline", "Plan", "PlanError", "R", "Recompute",
-    "Rule", "S", "Where", "accumulate", "auto_plan", "clip_grad_norm_", "from_pretrained", "init_weights", "load", "load_plan",
-    "load_plan_of", "load_pretrained", "lower", "lowered", "meta", "parallelize", "place", "save", "save_pretrained",
+    "Rule", "S", "Where", "accumulate", "auto_plan", "clip_grad_norm_", "expert_load", "from_pretrained", "init_weights", "load",
+    "load_plan", "load_plan_of", "load_pretrained", "lower", "lowered", "meta", "parallelize", "place", "save", "save_pretrained",
     "shard_batch", "token_mean", "verify",
 ]  # fmt: skip
 

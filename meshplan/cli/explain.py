@@ -24,6 +24,9 @@ def explain(
     program: Annotated[bool, typer.Option("--program", help="Print the program of a rank as pseudo-code.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Write a self-contained page.")] = None,
+    imbalance: Annotated[
+        float, typer.Option("--imbalance", min=1, help="Of experts' load, as `mp.expert_load` measures it.")
+    ] = 1.0,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write the order of collectives, for Perfetto.")] = None,
 ) -> None:
     """Lower a plan and show its collectives, forward and backward, with bytes, links and source lines."""
@@ -32,7 +35,7 @@ def explain(
     from meshplan.report.text import explain_text
     from meshplan.report.trace import trace_json
 
-    d = lowered_json(plan, model, world_size, symbolic=as_json or verbose > 0)
+    d = lowered_json(plan, model, world_size, as_json or verbose > 0, imbalance)
     if html is not None:
         html.write_text(html_page(d), encoding="utf-8")
     if trace is not None:
@@ -46,8 +49,10 @@ def explain(
         typer.echo(explain_text(d, verbose, width, color), nl=False)
 
 
-def lowered_json(plan: str, model: str, world_size: int, symbolic: bool = False) -> dict[str, Any]:
-    """`Lowered.to_json(symbolic)` of a plan and a model by name; the model has no values (meta device)."""
+def lowered_json(
+    plan: str, model: str, world_size: int, symbolic: bool = False, imbalance: float = 1.0
+) -> dict[str, Any]:
+    """`Lowered.to_json(symbolic, imbalance)` of a plan and a model by name; the model has no values (meta device)."""
     import torch
 
     import meshplan
@@ -57,7 +62,7 @@ def lowered_json(plan: str, model: str, world_size: int, symbolic: bool = False)
     read = load_plan(plan)
     with torch.device("meta"):
         built = resolve_model(model)()
-    return meshplan.lower(built, read, world_size=world_size).to_json(symbolic)
+    return meshplan.lower(built, read, world_size=world_size).to_json(symbolic, imbalance)
 
 
 def terminal() -> tuple[int, bool]:

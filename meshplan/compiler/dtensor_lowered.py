@@ -57,5 +57,5 @@ class DTensorLowered(Lowered):
             return ["collectives of dtensor regions are not predicted here: DTensor chooses them as it runs"]
         return ["collectives of dtensor regions are those of one run on fake tensors"]
 
-    def to_json(self, symbolic: bool = False) -> dict[str, Any]:
-        return super().to_json(symbolic) | {"fsdp_units": []}
+    def to_json(self, symbolic: bool = False, imbalance: float = 1.0) -> dict[str, Any]:
+        return super().to_json(symbolic, imbalance) | {"fsdp_units": []}

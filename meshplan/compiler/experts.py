@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshplan.compiler.bind import Bound, BoundParam
 from meshplan.compiler.capture import Call
@@ -125,11 +125,19 @@ class ExpertsAt:
             )  # fmt: skip
         return False
 
-    def replacement(self, module: str, inside: tuple[str, ...], equal: bool) -> Replacement:
-        """The operator that runs for the experts at `module`, with tokens shared out over the axes `inside`; `equal` says whether
-        all ranks have as many tokens."""
+    def replacement(
+        self, module: str, inside: tuple[str, ...], tokens: Tensor, indices: Tensor, ranks: int
+    ) -> Replacement:
+        """The operator that runs for the experts at `module`.
+
+        Arguments:
+            inside: axes over which it shares out tokens.
+            tokens, indices: of one device; ranks: over which they are split, by it or already.
+        """
         found, etp = self.modules[module], self.view.axes("etp")
         copies = tuple(leaf for axis in inside for leaf in self.view.spec.leaves(axis) if leaf not in etp)
+        rows = -(-tokens.shape[0] // ranks) * self.view.degree("etp")
+        sent = (rows, indices.shape[1], tokens.shape[1], str(tokens.dtype).removeprefix("torch."))
         levels = self.view.levels if self.section.dispatch == "twolevel" else ((), ())
         return Replacement(
             OPERATOR,
@@ -137,7 +145,7 @@ class ExpertsAt:
                 ("module", module), ("experts", found.experts), ("ep", self.view.axes("ep")),
                 ("dispatch", self.section.dispatch), ("nodes", levels[0]), ("node", levels[1]),
                 ("payload", self.section.payload), ("packed", bool(found.packed)), ("copies", copies), ("etp", etp),
-                ("etp_copies", "tp" in inside), ("equal", equal),
+                ("etp_copies", "tp" in inside), ("equal", tokens.shape[0] % ranks == 0), ("sent", sent),
             ),
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from meshplan.compiler.commgraph import Collective, collectives, fsdp_of, local_param_shape
 from meshplan.compiler.compile import compile_core
+from meshplan.compiler.experts_report import experts_json, rounding
 from meshplan.compiler.fsdp_cuts import fsdp_cuts
 from meshplan.compiler.gathers import Gather, gathers, kept_bytes
 from meshplan.compiler.kinds import user_letter
@@ -23,7 +24,6 @@ from meshplan.compiler.lowered import Core
 from meshplan.compiler.probes import ids
 from meshplan.compiler.skeleton import shared_objects
 from meshplan.compiler.symbolic import Counts, symbolic_counts
-from meshplan.mesh.expert_view import VIEW
 from meshplan.mesh.spec import MeshSpec
 from meshplan.mesh.topology import Topology, warnings
 from meshplan.plan.placements import Shard
@@ -123,12 +123,13 @@ class Lowered:
         `id` of the collective in `to_json`. Lowers the plan some ten times at other sizes."""
         return symbolic_counts(self._model, self.core)
 
-    def to_json(self, symbolic: bool = False) -> dict[str, Any]:
+    def to_json(self, symbolic: bool = False, imbalance: float = 1.0) -> dict[str, Any]:
         """The dict that `meshplan explain --json` prints; see the package documentation for its keys.
 
         Arguments:
             symbolic: work out `counts` (formulas as text, by collective id), `uncounted` (why one has none) and the
                 conditions they rest on; see `Lowered.counts`.
+            imbalance: of experts' load, for what ways to dispatch would send; see `experts_json`.
         """
         spec, program = self.core.spec, self.core.program
         units, _ = fsdp_of(self._model, self.core, self.rank)
@@ -139,7 +140,7 @@ class Lowered:
             "mesh": spec.uncut,
             "sub_axes": spec.sub_axes,
             "context": self._context(),
-            "experts": self._experts(),
+            "experts": experts_json(self.core, self.rank, imbalance),
             "inputs": {
                 name: {"shape": list(key[0][0]), "dtype": key[0][1].removeprefix("torch."), "place": self._place(name)}
                 for name, key in program.signature if len(key) == 1 and isinstance(key[0], tuple)
@@ -181,30 +182,10 @@ class Lowered:
         """What the reader should know that no line of the graph shows."""
         implicit = sum(b.implicit and b.site.side == "call" for b in self.core.program.boundaries)
         found = [f"{implicit} redistributions stand in the middle of a module's code"] if implicit else []
-        found += self._skew() + self._rounding()
+        found += self._skew() + rounding(self.core)
         if any(c.routed for c in self.collectives):
             found.append("what experts exchange is counted for an even routing; a step sends what its own takes")
         return [*found, *(f"not checked by value: {use}" for use in self.core.program.checked.skipped)]
-
-    def _experts(self) -> dict[str, Any] | None:
-        """The experts' view of the ranks, and for each module how many experts it has, how many of them and how many bytes of
-        their parameters a rank holds before FSDP, and the bytes of all."""
-        routed, spec = self.core.experts, self.core.spec
-        if routed is None:
-            return None
-        modules = []
-        for path, found in routed.modules.items():
-            plans = [self.core.params[name] for name in (*found.packed, *found.listed)]
-            held = found.experts // routed.view.degree("ep") if found.packed else found.experts
-            modules.append({
-                "module": path, "experts": found.experts, "held": held,
-                "bytes": sum(math.prod(p.shape) * getattr(torch, p.dtype).itemsize for p in plans),
-                "held_bytes": sum(
-                    math.prod(local_param_shape(p, spec, self.rank)) * getattr(torch, p.dtype).itemsize for p in plans
-                ),
-            })  # fmt: skip
-        view = {name: routed.view.degree(name) for name in VIEW}
-        return {"view": view, "borrowed": routed.view.borrowed, "dispatch": routed.section.way, "modules": modules}
 
     def _skew(self) -> list[str]:
         """How uneven causal attention is where sequences lie on cp in one run a rank."""
@@ -213,14 +194,6 @@ class Lowered:
             return []
         most = f"{(2 * n - 1) / n:.3g} times the mean"
         return [f"contiguous order: under a causal mask the last rank of cp computes {most}; zigzag is even"]
-
-    def _rounding(self) -> list[str]:
-        """What experts are given, where it is not what one device gives them."""
-        section = self.core.bound.plan.experts
-        if section is None or section.payload is None:
-            return []
-        return ["experts.payload fp8: experts are given rows rounded to 4 significant bits, off by up to a sixteenth; `verify` "
-                "compares with one device that rounds alike"]  # fmt: skip
 
     @property
     def conditions(self) -> list[str]:

@@ -133,8 +133,8 @@ class Chooser:
             assert self.routed is not None
             inside = tuple(axis for axis, s in chosen.items() if s.replace == experts.INSIDE)
             ranks = math.prod(a.degree for a in axes if a.name in chosen)
-            equal = self.trace.values[rec.ins[0]].shape[0] % ranks == 0
-            return self.routed.replacement(rec.module, inside, equal)
+            tokens, indices = (self.trace.values[v] for v in rec.ins[:2])
+            return self.routed.replacement(rec.module, inside, tokens, indices, ranks)
         over = next(((axis, s) for axis, s in chosen.items() if s.replace and s.replace.startswith(MARK)), None)
         if over is not None:
             return self._over_context(rec, *over, chosen, axes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from meshplan.report.experts import experts_lines
 from meshplan.report.fold import fold, star
 from meshplan.report.rows import Call, Row, Sum, axis_sums, link_of, rows
 from meshplan.report.units import bytes_text, dtype_text, layout_text, plain, short_placement, tensor_text
@@ -27,7 +27,7 @@ def explain_text(d: Mapping[str, Any], verbose: int = 0, width: int = 100, color
         width: no line is wider, in terminal cells.
         color: emit ANSI colours.
     """
-    parts: list[RenderableType] = [*_head(d), "", _collectives(d, verbose), "", *_totals(d)]
+    parts: list[RenderableType] = [*_head(d, verbose), "", _collectives(d, verbose), "", *_totals(d)]
     if verbose:
         parts += _details(d, verbose)
     parts += _remarks(d)
@@ -65,7 +65,7 @@ def mesh_text(d: Mapping[str, Any]) -> str:
     return " x ".join(f"{axis} {n}" for axis, n in d["mesh"].items() if n > 1) or "1 rank"
 
 
-def _head(d: Mapping[str, Any]) -> list[RenderableType]:
+def _head(d: Mapping[str, Any], verbose: int) -> list[RenderableType]:
     world, node = d["world_size"], d["node_size"]
     nodes = -(-world // node)
     facts = [
@@ -79,19 +79,7 @@ def _head(d: Mapping[str, Any]) -> list[RenderableType]:
         tensor = tensor_text(spec["dtype"], spec["shape"], spec["place"])
         lines.append(Text(plain(f"input {name}: {tensor}"), style="dim"))
     if d.get("experts"):
-        lines += [Text(plain(line), style="dim") for line in _experts(d["experts"])]
-    return lines
-
-
-def _experts(e: Mapping[str, Any]) -> list[str]:
-    """The view of the ranks, and a line for each kind of module."""
-    lent = ", ".join(f"{axis} {n}" for axis, n in e["borrowed"].items()) or "nothing"
-    view = " x ".join(f"{name} {n}" for name, n in e["view"].items())
-    kinds = Counter((m["experts"], m["held"], m["bytes"], m["held_bytes"]) for m in e["modules"])
-    lines = [f"experts: {view}, ep borrows {lent}, dispatch {e['dispatch']}"]
-    for (experts, held, whole, mine), number in kinds.items():
-        each = f"{number} module{'s' * (number != 1)} of {experts} experts, {bytes_text(whole)} each"
-        lines.append(f"  {each}: a rank holds {held} of them, {bytes_text(mine)} of the parameters")
+        lines += [Text(plain(line), style="dim") for line in experts_lines(d["experts"], verbose)]
     return lines
 
 

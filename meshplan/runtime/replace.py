@@ -6,6 +6,7 @@ The compiler runs the same functions over abstract groups, the run over real one
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,7 @@ from meshplan.ops.experts.experts import dispatch_of, routed_experts
 from meshplan.ops.experts.layout import TokenLayout
 from meshplan.plan.placements import Shard, dealt, parts_inside
 from meshplan.runtime.comm import AxisGroup, chunk_offset, chunk_sizes
+from meshplan.runtime.loads import observe
 from meshplan.runtime.windows import opener
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]
@@ -170,13 +172,14 @@ def _experts(settings: Mapping[str, Any], groups: Groups, streams: DropoutStream
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         own, tokens, indices, weights = args[:4]
+        seen = partial(observe, settings["module"], experts=experts, group=group, etp=layout.etp)
         way = dispatch_of(settings["dispatch"], group.size, indices.shape[1])
         if window is not None and group.name is None and not compat.is_fake(tokens):
             way = {"dispatch": "alltoall", "dedup": True}  # simulated ranks: the same rows and sums, and no kernels
         out = routed_experts(
             tokens, indices, weights, own.body(held, first), experts=experts, group=group, layout=layout,
             equal=settings["equal"], levels=levels if way["dispatch"] == "twolevel" else None, payload=settings["payload"],
-            window=window, **way,
+            window=window, observe=None if compat.is_fake(tokens) else seen, **way,
         )  # fmt: skip
         # FSDP hooks a unit's result, which a view would lose to an operation in place.
         return out.clone() if out._is_view() else out

@@ -23,7 +23,7 @@ class Lowered:
         assert {p.device.type for p in model.parameters()} == {"meta"}
         self.layers = world_size
 
-    def to_json(self, symbolic: bool = False):
+    def to_json(self, symbolic: bool = False, imbalance: float = 1.0):
         d = llama(self.layers)
         return d if symbolic else {**d, "counts": {}}
 

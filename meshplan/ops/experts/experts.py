@@ -49,6 +49,7 @@ def routed_experts(
     payload: str | None = None,
     meanwhile: Callable[[], object] | None = None,
     window: Any = None,
+    observe: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """out[t] = sum over j of weights[t, j] expert_(indices[t, j])(tokens[t]), experts anywhere in `group`.
 
@@ -77,6 +78,7 @@ def routed_experts(
             It may use collectives, the same ones on all ranks. See `with_shared`.
         window: for `fused`: that memory, from `meshplan.kernels.experts.window.open_window`, or a function of what is sent that
             gives it.
+        observe: told the indices of the tokens that this rank dispatches, which `layout` may have made fewer or more.
 
     Returns:
         [T, H] in the dtype of `tokens`.
@@ -100,6 +102,8 @@ def routed_experts(
     job = Job(body, experts, group, payload, meanwhile)
 
     def send(x: Routing) -> Tensor:
+        if observe is not None:
+            observe(x.indices)
         if levels is not None:
             return twolevel_experts(x, job, levels, dedup)
         if dispatch == "fused":
