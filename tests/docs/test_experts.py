@@ -11,11 +11,14 @@ import torch
 from sympy.parsing.sympy_parser import convert_xor, implicit_multiplication, parse_expr, standard_transformations
 from torch import Tensor
 
+import meshplan as mp
 from meshplan.ops.experts.cost import Routed, expression, sends
 from meshplan.ops.experts.layout import TokenLayout
 from meshplan.ops.experts.layout_cost import sends_around
 from meshplan.ops.experts.payload import packed_width
 from meshplan.runtime.comm import AxisGroup
+from tests.distributed.test_expert_load import chosen
+from tests.distributed.test_experts import PLANS, batch, made
 
 PAGE = (Path(__file__).parents[2] / "docs" / "experts.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
@@ -87,7 +90,7 @@ def test_formulas_of_layouts_are_counted():
 def _snippet() -> dict[str, Tensor]:
     torch.manual_seed(torch.distributed.get_rank())
     names: dict[str, Any] = {}
-    exec(SNIPPETS[0], names)
+    exec(SNIPPETS[1], names)
     return {name: names[name].detach() for name in ("tokens", "weights", "indices", "up", "down", "out")}
 
 
@@ -101,8 +104,20 @@ def test_the_snippet_computes_what_it_says(pool):
         torch.testing.assert_close(r["out"], (r["weights"][..., None] * each).sum(1), rtol=1e-4, atol=1e-2)
 
 
+def _counted() -> dict[str, Any]:
+    model = mp.parallelize(made(), PLANS["ep 2 of tp, tokens whole"])
+    names: dict[str, Any] = {"mp": mp, "model": model, "batch": mp.shard_batch(model, batch())}
+    exec(SNIPPETS[0].replace("layers.3.moe.experts", "layers.1.experts"), names)
+    return names["load"].to_json()  # type: ignore[no-any-return]
+
+
+def test_the_report_of_a_step_counts_what_one_device_chooses(pool):
+    want = chosen(made(), batch())["layers.1.experts"].tolist()
+    assert [found["layers.1.experts"]["experts"] for found in pool.run(_counted, world=2)] == [want, want]
+
+
 def test_the_table_is_what_is_printed(capsys):
-    exec(SNIPPETS[1], {})
+    exec(SNIPPETS[2], {})
     assert capsys.readouterr().out == re.search(r"```text\n(.*?)```", PAGE, re.S)[1]
 
 
