@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshplan import compat
+from meshplan.compiler.beside import beside, moved, silent
 from meshplan.compiler.bind import Bound, bind
 from meshplan.compiler.capture import ModuleHooks, Ref, Trace, capture, tensors_in
 from meshplan.compiler.check import CHECKS, Checked, check_uses
@@ -119,10 +120,13 @@ def compile_core(
     if routed:
         routed, unchecked = check_experts(routed, model, trace, check == "values")
         checked = replace(checked, skipped=(*checked.skipped, *unchecked))
+    result.beside = beside(trace, routed)
     expand_repeats(result, settled)
     program = replace(
         _program(bound, result, settled, axes, examples), checked=checked, asked=trace.asked, single=fingerprint(trace)
     )
+    early = silent(result.beside, program, bound)
+    program = replace(program, beside=early, events=moved(program.events, early))
     edits = [(path, e) for path, many in result.edits.items() for e in many.values()]
     refuse_unused(bound, ContextAt.of(bound, spec), edits)
     refuse_compiled_rings(bound, edits)
@@ -345,7 +349,12 @@ def _one_pass(
         # A node that saves its own result would keep itself for good.
         return t if t.grad_fn is None else compat.detached(t)
 
-    saving = torch.autograd.graph.saved_tensors_hooks(packed, lambda t: t)
+    def unpacked(t: Tensor) -> Tensor:
+        for timeline in watching:
+            timeline.read()
+        return t
+
+    saving = torch.autograd.graph.saved_tensors_hooks(packed, unpacked)
     try:
         with mode, compat.on_cpu(), saving, run:
             try:

@@ -23,6 +23,7 @@ class _Found:
     layouts: list
     calls: list
     reached: list[str]
+    beside: list
 
 
 def expand_repeats(result: Pass, settled: Decisions) -> None:
@@ -50,6 +51,7 @@ def _inside(result: Pass, path: str) -> _Found:
         [item for item in result.layouts if item[0].startswith(prefix)],
         [(a, b) for a, b in result.calls if under(a) and under(b)],
         [name for name in result.reached if under(name)],
+        [b for b in result.beside if under(b.experts)],
     )
 
 
@@ -79,6 +81,8 @@ def _copy(result: Pass, settled: Decisions, found: _Found, old: str, new: str) -
         result.layouts.append((here(path) or path, side, key, shape, kinds))
     result.calls |= {(here(a) or a, here(b) or b) for a, b in found.calls}
     result.reached |= {here(name) or name for name in found.reached}
+    moved = [(b, here(b.experts), here(b.module)) for b in found.beside]
+    result.beside += [replace(b, experts=experts, module=module) for b, experts, module in moved if experts and module]
 
 
 def _moved_edit(edit: Edit, here: Here) -> Edit:

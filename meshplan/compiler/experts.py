@@ -18,7 +18,7 @@ from meshplan.compiler.rules.base import REP, Strategy
 from meshplan.errors import PlanError
 from meshplan.mesh.expert_view import ExpertView, expert_view
 from meshplan.mesh.spec import MeshSpec, divisors
-from meshplan.ops.experts.call import Routed
+from meshplan.ops.experts.call import Routed, routed_of
 from meshplan.plan.patterns import match, within
 from meshplan.plan.placements import Partial, Shard
 from meshplan.plan.sections import Experts
@@ -179,8 +179,7 @@ class ExpertsAt:
                     module = model.get_submodule(path[len(prefix) :])
                 except AttributeError:  # in a layer that another stands for
                     continue
-                held = module.__dict__.get("_meshplan_forward", module.forward)  # of a model that is lowered already
-                if not isinstance(held, Routed):
+                if routed_of(module) is None:
                     module.forward = Routed(module, path, found.sizes)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshplan import compat
+from meshplan.compiler.beside import Beside
 from meshplan.compiler.capture import Call, ModuleStack, Trace
 from meshplan.compiler.edits import Edit
 from meshplan.compiler.few_heads import sub_axes
@@ -35,7 +36,7 @@ class Pass:
     `reads` are (module, parameter that its own code uses); `kept` is the refusal of what the forward left on a module;
     `reached` are parameters that a backward from the outputs gives a gradient;
     `decided` has one item a call, for the checks; `spared` are calls that a rank leaves out;
-    `merged` are (call, result) whose gradients are right in sum alone.
+    `merged` are (call, result) whose gradients are right in sum alone; `beside` may compute while experts' tokens travel.
     """
 
     moves: list[tuple[Site, Move, Where | None]] = field(default_factory=list)
@@ -55,6 +56,7 @@ class Pass:
     decided: list[Decided] = field(default_factory=list)
     spared: list[int] = field(default_factory=list)
     merged: frozenset[tuple[int, int]] = frozenset()
+    beside: list[Beside] = field(default_factory=list)
 
 
 class Known:

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from meshplan.compiler.beside import Beside
 from meshplan.compiler.bind import Bound
 from meshplan.compiler.check import Checked
 from meshplan.compiler.edits import Edit
@@ -75,6 +76,7 @@ class Program:
     checked: Checked = field(default_factory=Checked)
     asked: tuple[bool, ...] = ()  # see `meshplan.compiler.tracing`
     spared: tuple[int, ...] = ()  # calls of the single device that a rank leaves out: see spared.py
+    beside: tuple[Beside, ...] = ()  # what computes while experts' tokens travel
     single: str = ""  # the single device's program: see fingerprint.py
     merged: frozenset[tuple[int, int]] = frozenset()  # (call, result) whose gradients are right in sum: see equal_heads.py
 

@@ -95,6 +95,9 @@ class Timeline:
         self._heard: list[Sent] = []
         self._live: dict[int, _Gathered] = {}
         self._stored: set[int] = set()
+        # Of an operator: how much was sent when it last saved something, and in its backward when it first read that.
+        self._last_saved = 0
+        self._first_read: int | None = None
 
     def heard(self, op: str, group: AxisGroup, full: Tensor) -> None:
         name = str(full.dtype).removeprefix("torch.")
@@ -128,8 +131,14 @@ class Timeline:
         """The last move gathered `whole` from `shard` at an input of module `path`."""
         self._live[compat.storage_key(whole)] = _Gathered(path, whole, shard, whole._version, self.events[-1])
 
+    def read(self) -> None:
+        """Backward reads something that was saved."""
+        if self._first_read is None:
+            self._first_read = len(self._heard)
+
     def saved(self, t: Tensor) -> None:
         """Autograd keeps `t` for the node that it has just made."""
+        self._last_saved = len(self._heard)
         made = (compat.next_node() - 1,)
         g = self._live.get(compat.storage_key(t))
         if g is not None and g.whole.dtype == t.dtype and t.numel():
@@ -222,25 +231,32 @@ class Timeline:
     def operator(self, call: Any, module: str, run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
         """Run one semantic operator on `inputs` and note what it sends; its own backward is run on the result's like."""
         self._heard.clear()
-        start = len(self.events)
+        start, self._last_saved = len(self.events), 0
         out = run()
-        forward = tuple(self._heard)
+        forward, last = tuple(self._heard), self._last_saved
         self._heard.clear()
+        self._first_read = None
         live = [t for t in inputs if t.requires_grad]
         if out.requires_grad and live:
             torch.autograd.grad(out, live, torch.empty_like(out), retain_graph=True, allow_unused=True)
         own = len(self._heard)
+        first = own if self._first_read is None else self._first_read
         if live:  # where one input is made from another (a parameter of an earlier call), what is between them was heard too
             ones = [torch.empty_like(t) for t in live]
             torch.autograd.grad(live, live, ones, retain_graph=True, allow_unused=True)
         back = tuple(self._heard[: 2 * own - len(self._heard)])
-        # Before what it saved, for it sends before it saves: a recompute that ends there has sent again.
-        self.events.insert(
-            start,
-            Event(
-                "operator", module, forward, back, out.requires_grad, None, call.name, "", call.where, node=out.grad_fn
-            ),
-        )
+        # Before what it saved stands what was sent until then, which a recompute that ends there sends again; behind it what is
+        # sent later, and in backward before anything saved is read.
+        saves = len(self.events) > start
+        last, first = (last, min(first, len(back))) if saves else (len(forward), 0)
+
+        def part(there: tuple[Sent, ...], home: tuple[Sent, ...]) -> Event:
+            live = out.requires_grad
+            return Event("operator", module, there, home, live, None, call.name, "", call.where, node=out.grad_fn)
+
+        self.events.insert(start, part(forward[:last], back[first:]))
+        if forward[last:] or back[:first]:
+            self.events.append(part(forward[last:], back[:first]))
         for g in self._live.values():
             if g.last is not None and g.last >= start:
                 g.last += 1

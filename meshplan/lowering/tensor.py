@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from meshplan.compiler.beside import Beside
 from meshplan.compiler.edits import Edit
 from meshplan.compiler.few_heads import sub_axes
 from meshplan.compiler.frames import positional_names
@@ -18,8 +19,10 @@ from meshplan.compiler.lowered import Boundary, Core, ParamPlan
 from meshplan.compiler.sites import Move
 from meshplan.mesh.build import BuiltMesh, Groups
 from meshplan.ops.dropout import DropoutStreams
+from meshplan.ops.experts.call import routed_of
 from meshplan.plan.placements import Partial
 from meshplan.runtime import replace
+from meshplan.runtime.beside import EarlyRuns, stand_aside
 from meshplan.runtime.boundary import BoundMove
 from meshplan.runtime.comm import chunk_offset, chunk_sizes
 from meshplan.runtime.editing import BoundEdit
@@ -117,7 +120,10 @@ def bind_program(
             if core.params[name].routed and isinstance(found.inner_of(name), Partial):
                 etp = groups.group(*core.experts.view.axes("etp"))
                 views.setdefault((found.path, name), []).append(BoundMove("R", "P", etp))
+        for module in modules.values():
+            stand_aside(module)
         core.experts.put(model)
+        _run_early(program.beside, modules)
     again = {b.site.module for b in program.boundaries if b.regather}
     callers = set(program.edits)
     sleepers = {callee for caller, callee in program.calls if caller in callers}
@@ -137,6 +143,17 @@ def bind_program(
                 path, ins, outs, positions, edits or None, around, () if path else program.asked, always=not path
             )
         install(module, duties, _views_of(module, path, views, core, canonical, dtensor), path in sleepers)
+
+
+def _run_early(found: Sequence[Beside], modules: dict[str, nn.Module]) -> None:
+    """Let what stands beside experts compute while their tokens are under way."""
+    for module in modules.values():
+        if (routed := routed_of(module)) is not None:
+            routed.early = None
+    for experts in dict.fromkeys(b.experts for b in found):
+        routed = routed_of(modules[experts])
+        assert routed is not None
+        routed.early = EarlyRuns([b for b in found if b.experts == experts], modules)
 
 
 def _views_of(

@@ -202,6 +202,7 @@ class Experts(Section):
             `fused` (through the memory of one node's ranks).
         inner: consecutive ranks of ep on one node; for `twolevel`, and only there.
         payload: `fp8` rounds the rows that experts are given to 8 bits; None leaves them as they are.
+        overlap: whether shared experts compute while tokens are under way, where the block calls them after the routed ones.
     """
 
     name: ClassVar[str] = "experts"
@@ -211,6 +212,7 @@ class Experts(Section):
     dispatch: str = "auto"
     inner: int | None = None
     payload: str | None = None
+    overlap: bool = True
 
     @property
     def title(self) -> str:
@@ -231,6 +233,7 @@ class Experts(Section):
         self._choice("dispatch", DISPATCHES)
         if self.payload is not None:
             self._choice("payload", PAYLOADS)
+        as_bool(*self._at("overlap"))
         if (self.dispatch == "twolevel") != (self.inner is not None):
             need = "needs" if self.dispatch == "twolevel" else "has no use for"
             raise PlanError(

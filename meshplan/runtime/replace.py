@@ -179,7 +179,8 @@ def _experts(settings: Mapping[str, Any], groups: Groups, streams: DropoutStream
         out = routed_experts(
             tokens, indices, weights, own.body(held, first), experts=experts, group=group, layout=layout,
             equal=settings["equal"], levels=levels if way["dispatch"] == "twolevel" else None, payload=settings["payload"],
-            window=window, observe=None if compat.is_fake(tokens) else seen, **way,
+            window=window, observe=None if compat.is_fake(tokens) else seen,
+            meanwhile=None if own.early is None else own.early.meanwhile(), **way,
         )  # fmt: skip
         # FSDP hooks a unit's result, which a view would lose to an operation in place.
         return out.clone() if out._is_view() else out

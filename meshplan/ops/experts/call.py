@@ -12,7 +12,7 @@ arrived, one choice and a weight of one each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,14 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from meshplan import compat
 from meshplan.errors import PlanError
+
+
+class Early(Protocol):
+    """What the block of experts computes while their tokens are under way: see `meshplan.runtime.beside`."""
+
+    def begin(self, tokens: Tensor) -> None: ...
+
+    def meanwhile(self) -> Callable[[], None] | None: ...
 
 
 class Routed:
@@ -35,9 +43,12 @@ class Routed:
 
     def __init__(self, module: nn.Module, path: str, sizes: tuple[str, ...] = ()) -> None:
         self.module, self.own, self.path, self.sizes = module, module.forward, path, sizes
+        self.early: Early | None = None  # what else computes while its tokens are under way
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         tokens, indices, weights = self.told(args, kwargs)
+        if self.early is not None:
+            self.early.begin(tokens)
         given = (*self.module.parameters(),) if compat.is_fake(tokens) else ()
         out: Tensor = experts_call(self, tokens, indices, weights, *given)
         return out
@@ -90,6 +101,12 @@ class Routed:
             return y[: x.shape[0]]
 
         return run
+
+
+def routed_of(module: nn.Module) -> Routed | None:
+    """What stands in place of the forward of an experts module, also of one that is lowered; None for other modules."""
+    held = module.__dict__.get("_meshplan_forward", module.__dict__.get("forward"))
+    return held if isinstance(held, Routed) else None
 
 
 class _Sized:
