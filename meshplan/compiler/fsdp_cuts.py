@@ -119,8 +119,8 @@ def _cut(p: ParamPlan, core: Core, n: int) -> int | None:
         n = core.spec.degree(*expert_axes(core))
         # Its data ranks are those of its copies. What cannot be cut evenly stays whole with the experts beside it.
         beside = [core.params[name] for name in core.experts.packed[p.name].packed]
-        dims = [next((d for d, size in enumerate(_countable(b, core.spec)) if size and size % n == 0), None) for b in beside]
-        return None if n == 1 or None in dims else dims[beside.index(p)]
+        dims = [_even(b, core, n) for b in beside] if n > 1 else [None]
+        return None if None in dims else dims[beside.index(p)]
     if any(0 in chunk_sizes(p.shape[s.dim], core.spec.degree(axis) // s.copies) for axis, s in p.shards):
         return None  # FSDP takes no parameter of which a rank holds nothing
     sizes = _countable(p, core.spec)
@@ -138,6 +138,16 @@ def _cut(p: ParamPlan, core: Core, n: int) -> int | None:
         return None
     raise _no_dim(p, core, f"{p.name} {list(p.shape)} has no dim that fsdp could cut over {n} ranks: a dim that another axis "
                            "splits unevenly or part by part does not count, and only dim 0 may be padded", legal)  # fmt: skip
+
+
+def _even(p: ParamPlan, core: Core, n: int) -> int | None:
+    """The dim of a parameter of experts that `n` ranks cut evenly: the one that the plan asks for, or the first."""
+    legal = [d for d, size in enumerate(_countable(p, core.spec)) if size and size % n == 0]
+    asked = core.bound.shard_dims.get(p.name)
+    if asked is not None and asked not in legal:
+        raise _no_dim(p, core, f"fsdp.shard_dims cuts dim {asked} of {p.name}, of which the {n} ranks that hold the same experts "
+                               "get no equal parts", legal)  # fmt: skip
+    return asked if asked is not None else next(iter(legal), None)
 
 
 def _countable(p: ParamPlan, spec: MeshSpec) -> list[int | None]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import meshplan as mp
+from meshplan.compiler.fsdp_cuts import fsdp_cuts
 from meshplan.models.deepseek import DeepSeekV3, deepseek_tiny, deepseek_v3
 from meshplan.plan.placements import Partial, Shard
 from tests.distributed.moe import Experts, Listed, Moe
@@ -202,3 +203,14 @@ def test_a_derived_plan_finds_the_experts():
     tokens = torch.zeros((4, 6), dtype=torch.int64)
     plan = mp.auto_plan(deepseek_tiny(), {"dp_shard": 2}, {"tokens": tokens, "labels": tokens}, experts={"ep": 2})
     assert plan.experts is not None and plan.experts.at == ("layers.*.moe.experts",) and plan.experts.ep == 2
+
+
+def test_fsdp_cuts_experts_along_the_dim_that_the_plan_asks_for():
+    asked = {"units": ["layers.*"], "shard_dims": {"layers.*.experts.up": 1}}
+    low = lowered(Moe(), {"dp_shard": 4}, {"at": ["layers.*"], "ep": 2}, fsdp=asked)
+    cuts = fsdp_cuts(low.core)
+    assert (cuts["layers.0.experts.up"], cuts["layers.0.experts.down"]) == (1, 0)
+    odd = {"units": ["layers.*"], "shard_dims": {"layers.*.experts.down": 1}}
+    with pytest.raises(mp.PlanError) as caught:
+        lowered(Moe(experts=6), {"dp_shard": 8}, {"at": ["layers.*"], "ep": 2}, fsdp=odd)
+    assert caught.value.code == "fsdp-no-dim" and "4 ranks" in caught.value.message

@@ -51,6 +51,9 @@ PLANS = {
     "ep 2": plan({"dp_shard": 2}, experts={"ep": 2}),
     "ep 4, fsdp": plan({"dp_shard": 4}, experts={"ep": 4}, **FSDP),
     "ep 2 of dp_shard 4, experts sharded over their copies": plan({"dp_shard": 4}, experts={"ep": 2}, **FSDP),
+    "ep 2 of dp_shard 4, experts sharded along another dim": plan(
+        {"dp_shard": 4}, experts={"ep": 2}, fsdp={"units": ["layers.*"], "shard_dims": {"layers.*.experts.up": 1}}
+    ),
     "ep 2 of dp_shard 4, zero2, once per expert": plan(
         {"dp_shard": 4}, experts={"ep": 2, "dispatch": "alltoall"}, fsdp={"units": ["layers.*"], "strategy": "zero2"}
     ),
