@@ -214,3 +214,21 @@ def test_fsdp_cuts_experts_along_the_dim_that_the_plan_asks_for():
     with pytest.raises(mp.PlanError) as caught:
         lowered(Moe(experts=6), {"dp_shard": 8}, {"at": ["layers.*"], "ep": 2}, fsdp=odd)
     assert caught.value.code == "fsdp-no-dim" and "4 ranks" in caught.value.message
+
+
+def test_modules_that_differ_in_a_function_are_tried_apart():
+    class Acting(Experts):
+        def __init__(self, experts: int, width: int, inner: int) -> None:
+            super().__init__(experts, width, inner)
+            self.last = torch.clone
+
+        def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            return self.last(super().forward(x, chosen, weights))
+
+    lowered(Moe(Acting), {"dp_shard": 2}, {"at": ["layers.*"], "ep": 2})
+    model = Moe(Acting)
+    for layer in model.layers:
+        layer.experts.last = torch.cos
+    with pytest.raises(mp.PlanError) as caught:
+        lowered(model, {"dp_shard": 2}, {"at": ["layers.*"], "ep": 2})
+    assert caught.value.code == "experts-contract"
