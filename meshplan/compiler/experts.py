@@ -18,7 +18,7 @@ from meshplan.compiler.rules.base import REP, Strategy
 from meshplan.errors import PlanError
 from meshplan.mesh.expert_view import ExpertView, expert_view
 from meshplan.mesh.spec import MeshSpec, divisors
-from meshplan.ops.experts.call import Routed, routed_of
+from meshplan.ops.experts.call import MlpNames, Routed, routed_of
 from meshplan.plan.patterns import match, within
 from meshplan.plan.placements import Partial, Shard
 from meshplan.plan.sections import Experts
@@ -46,6 +46,7 @@ class Found:
         sizes: its attributes that count the experts.
         inner: how etp splits each packed parameter, by its name in the module: a `Shard`, or `P` where its first rank alone
             computes with it (a bias that a sum must not have twice); others are whole.
+        mlp: how it holds a gated MLP that the fused kernels can compute in its place.
     """
 
     path: str
@@ -54,6 +55,7 @@ class Found:
     listed: tuple[str, ...]
     sizes: tuple[str, ...]
     inner: tuple[tuple[str, Shard | Partial], ...] = ()
+    mlp: MlpNames | None = None
 
     def inner_of(self, name: str) -> Shard | Partial | None:
         """How etp splits the packed parameter `name` of the model."""
@@ -180,7 +182,7 @@ class ExpertsAt:
                 except AttributeError:  # in a layer that another stands for
                     continue
                 if routed_of(module) is None:
-                    module.forward = Routed(module, path, found.sizes)
+                    module.forward = Routed(module, path, found.sizes, found.mlp)
 
 
 def experts_in(path: str, model: nn.Module, bound: Bound) -> list[Found]:

@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from meshplan.compiler.capture import Trace
 from meshplan.compiler.experts import ExpertsAt, Found
+from meshplan.compiler.experts_mlp import mlp_of
 from meshplan.errors import PlanError
 from meshplan.ops.experts.call import Routed, experts_call
 from meshplan.ops.experts.contract import Routing
@@ -49,16 +51,16 @@ def check_experts(routed: ExpertsAt, model: nn.Module, trace: Trace, check: bool
         tokens, indices = (trace.values[v] for v in call.ins[:2])
         found, module = routed.modules[call.module], model.get_submodule(call.module)
         width, k = tokens.shape[1], indices.shape[1]
-        kind = (_kind(module), width, k, view.degree("ep"), view.degree("etp"))
+        kind = (_kind(module), width, k, view.degree("ep"), view.degree("etp"), routed.section.dispatch == "fused")
         if kind not in _known:
-            _known[kind] = _tried(found, module, width, k, view.degree("ep"), view.degree("etp"))
+            _known[kind] = _tried(found, module, *kind[1:])
         tried[kind[0]] = _known[kind]
         if _known[kind] is None:
             skipped.append(f"experts of {call.module} (it holds buffers without values)")
     for path, found in routed.modules.items():
         one = tried.get(_kind(model.get_submodule(path)))
         if one is not None:
-            checked[path] = replace(found, sizes=one.sizes, inner=one.inner)
+            checked[path] = replace(found, sizes=one.sizes, inner=one.inner, mlp=one.mlp)
     return replace(routed, modules=checked), skipped
 
 
@@ -66,7 +68,7 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 _Kind = tuple[tuple[type, ...], str]
 
-_known: dict[tuple[_Kind, int, int, int, int], Found | None] = {}
+_known: dict[tuple[_Kind, int, int, int, int, bool], Found | None] = {}
 """Outcomes of this process: a second lowering, or one of other inputs, does not try again. What was refused is not kept."""
 
 
@@ -93,7 +95,9 @@ def _code(function: Any) -> tuple[Any, ...]:
     return function.__qualname__, code and (code.co_filename, code.co_firstlineno, code.co_code)
 
 
-def _tried(found: Found, module: nn.Module, width: int, k: int, ranks: int, etp: int) -> Found | None:
+def _tried(
+    found: Found, module: nn.Module, width: int, k: int, ranks: int, etp: int, fused: bool
+) -> Found | None:
     """`found`, completed; None where nothing could be run."""
     if any(b.is_meta for b in module.buffers()):
         return None
@@ -105,7 +109,11 @@ def _tried(found: Found, module: nn.Module, width: int, k: int, ranks: int, etp:
         except PlanError as error:
             worst = worst or error
             continue
-        return _split(one, module, width, etp) if etp > 1 else one
+        if etp > 1:
+            return _split(one, module, width, etp)
+        if not (fused and found.packed):
+            return one
+        return replace(one, mlp=mlp_of(partial(_copy, module, one, first=0, number=found.experts), found.experts, width))
     assert worst is not None
     raise worst
 

@@ -27,7 +27,7 @@ from meshplan.ops.experts.layout import TokenLayout
 from meshplan.plan.placements import Shard, dealt, parts_inside
 from meshplan.runtime.comm import AxisGroup, chunk_offset, chunk_sizes
 from meshplan.runtime.loads import observe
-from meshplan.runtime.windows import opener
+from meshplan.runtime.windows import fused_body, opener
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]
 
@@ -176,8 +176,9 @@ def _experts(settings: Mapping[str, Any], groups: Groups, streams: DropoutStream
         way = dispatch_of(settings["dispatch"], group.size, indices.shape[1])
         if window is not None and group.name is None and not compat.is_fake(tokens):
             way = {"dispatch": "alltoall", "dedup": True}  # simulated ranks: the same rows and sums, and no kernels
+        body = fused_body(own, held, first) if window is not None and not compat.is_fake(tokens) else own.body(held, first)
         out = routed_experts(
-            tokens, indices, weights, own.body(held, first), experts=experts, group=group, layout=layout,
+            tokens, indices, weights, body, experts=experts, group=group, layout=layout,
             equal=settings["equal"], levels=levels if way["dispatch"] == "twolevel" else None, payload=settings["payload"],
             window=window, observe=None if compat.is_fake(tokens) else seen,
             meanwhile=None if own.early is None else own.early.meanwhile(), **way,

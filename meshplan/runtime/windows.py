@@ -12,7 +12,8 @@ import torch
 
 from meshplan import compat
 from meshplan.errors import PlanError
-from meshplan.ops.experts.contract import Routing
+from meshplan.ops.experts.call import Routed
+from meshplan.ops.experts.contract import Body, Routing
 from meshplan.runtime.comm import AxisGroup
 from meshplan.runtime.reach import require, turn
 from meshplan.runtime.shared_memory import Meeting, map_files
@@ -50,6 +51,18 @@ def opener(group: AxisGroup, experts: int) -> Callable[[Routing], Any]:
         return held[0]
 
     return window
+
+
+def fused_body(own: Routed, held: int, first: int) -> Body:
+    """The experts of a rank: as an MLP whose matmuls begin on rows as they arrive, where they are one; else their own code."""
+    names = own.mlp
+    if names is None:
+        return own.body(held, first)
+    from meshplan.kernels.experts.fused import Mlp
+    from meshplan.kernels.experts.grouped import Packed
+    from meshplan.kernels.experts.launch import Pair
+
+    return Mlp(Packed(*names.of(own.module), Pair(names.interleaved, names.clamped), names.turned))
 
 
 def _opened(name: str, group: AxisGroup, experts: int, x: Routing) -> Any:

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import meshplan as mp
 from meshplan.verify.pool import RankPool
 from tests.distributed.test_experts import adamw, batch, made, plan
+from tests.distributed.training import full
 
 FSDP: dict[str, Any] = {"fsdp": {"units": ["layers.*"]}}
 PLANS = {
@@ -62,6 +64,35 @@ def test_any_routing_is_exact(interpreting, case):
         optimizer=adamw,
     )  # fmt: skip
     assert receipt.passed, str(receipt)
+
+
+def _matmuls(given: mp.Plan) -> tuple[float, dict[str, torch.Tensor], int]:
+    """A step in float32: the loss, gradients, and how often the kernels made the experts' first matmul."""
+    from meshplan.kernels.experts import fused
+
+    calls, own = [0], fused.mlp_forward
+
+    def counted(*args: Any) -> Any:
+        calls[0] += 1
+        return own(*args)
+
+    fused.mlp_forward = counted
+    try:
+        model = mp.parallelize(made(layers=1).float(), given)
+        loss = model(**mp.shard_batch(model, batch()))
+        loss.backward()
+    finally:
+        fused.mlp_forward = own
+    return loss.item(), {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}, calls[0]
+
+
+def test_the_first_matmul_of_a_gated_mlp_begins_on_rows_as_they_arrive(interpreting):
+    single = made(layers=1).float()
+    single(**batch()).backward()
+    for _, gradients, calls in interpreting.run(_matmuls, PLANS["ep 2 of tp, tokens whole"], world=2):
+        assert calls == 1
+        for name, p in single.named_parameters():
+            torch.testing.assert_close(gradients[name], p.grad, rtol=1e-4, atol=1e-6)
 
 
 def _refused(given: mp.Plan) -> str:

@@ -12,7 +12,7 @@ arrived, one choice and a weight of one each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,24 @@ class Early(Protocol):
     def meanwhile(self) -> Callable[[], None] | None: ...
 
 
+class MlpNames(NamedTuple):
+    """How an experts module holds the gated MLP that kernels know: names of its packed parameters, as in `grouped_mlp`."""
+
+    up: str
+    down: str
+    up_bias: str | None
+    down_bias: str | None
+    interleaved: bool
+    clamped: bool
+    turned: bool
+
+    def of(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The parameters."""
+        up, down, up_bias, down_bias = (getattr(module, name) if name is not None else None for name in self[:4])
+        assert up is not None and down is not None
+        return up, down, up_bias, down_bias
+
+
 class Routed:
     """A module's forward, called as one operator.
 
@@ -37,11 +55,15 @@ class Routed:
         module: the experts; its forward is taken as it is now.
         path: where it is in the model, for errors.
         sizes: its attributes that say how many experts the parameters hold; they change with the parameters.
+        mlp: how it holds a gated MLP that kernels can compute in its place.
 
     All are equal to each other: in a recorded call it stands for "the module's own code".
     """
 
-    def __init__(self, module: nn.Module, path: str, sizes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, path: str, sizes: tuple[str, ...] = (), mlp: MlpNames | None = None
+    ) -> None:
+        self.mlp = mlp
         self.module, self.own, self.path, self.sizes = module, module.forward, path, sizes
         self.early: Early | None = None  # what else computes while its tokens are under way
 
