@@ -28,7 +28,10 @@ def random(module: nn.Module) -> Callable[[torch.dtype], nn.Module]:
     return made
 
 
-@pytest.mark.parametrize("gate, bias, concatenated, transposed", list(product(("swiglu", "clamped_swiglu"), *[(False, True)] * 3)))
+FORMS = list(product(("swiglu", "clamped_swiglu"), *[(False, True)] * 3))
+
+
+@pytest.mark.parametrize("gate, bias, concatenated, transposed", FORMS)
 @pytest.mark.parametrize("inner", [5, 12])  # 12: as wide as a token, so that matrices have no more than one reading in shape
 def test_every_form_of_packed_experts(gate, bias, concatenated, transposed, inner):
     module = PackedExperts(
