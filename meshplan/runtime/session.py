@@ -130,6 +130,9 @@ def session_of(model: nn.Module) -> Session:
 def accumulate(model: nn.Module, steps: int) -> Iterator[None]:
     """Around `steps` forward/backward pairs: gradients add up and are reduced once, at the last backward.
 
+    They are those of one device that accumulates as many pairs. A loss that is no mean over tokens, such as a balance loss of
+    experts, is then of each microbatch and not of all together; see `token_mean` for means over unequal numbers of tokens.
+
     Under FSDP see `meshplan.lowering.fsdp_accumulation`. Raises PlanError `accumulate-count` when the block does not run
     exactly `steps` backward passes under FSDP, `accumulate-nested`, `bad-accumulate-steps`.
     """
