@@ -44,7 +44,7 @@ def test_it_is_over_the_batch_of_all_ranks(pool):
     assert receipt.passed, str(receipt)
 
 
-def test_two_microbatches_are_one_device_that_accumulates_and_no_larger_batch(pool):
+def test_two_microbatches_are_no_larger_batch(pool):
     halves = [[batch(seed=1), batch(seed=2)]]
     want = one_device(made, halves, adamw, clip=1e9)
     for rank in pool.run(on_this_rank, made, GIVEN, halves, adamw, clip=1e9, world=2):

@@ -155,7 +155,7 @@ INDEX = {
     "sgl-project/sglang#25397": "distributed/test_experts.py::test_any_routing_is_exact",
     "PrimeIntellect-ai/prime-rl#3411": "ops/experts/test_exact.py::test_gloo_ranks_are_one_device",  # 5 and 9 tokens
     "InternLM/xtuner#2053": "ops/experts/test_exact.py::test_ranks_are_one_device",
-    "pytorch/torchtitan#3000": "distributed/test_balance.py::test_two_microbatches_are_one_device_that_accumulates_and_no_larger_batch",
+    "pytorch/torchtitan#3000": "distributed/test_balance.py::test_two_microbatches_are_no_larger_batch",
     "pytorch/torchtitan#4154": "distributed/test_moe.py::test_biases_move_by_the_choices_of_all_ranks",
     "pytorch/torchtitan#1506": "ops/experts/test_balance.py::test_recompute_counts_nothing_twice",
     "vllm-project/tpu-inference#3435": "ops/experts/test_layout.py::test_a_shared_expert_that_every_rank_has_is_added_once",
