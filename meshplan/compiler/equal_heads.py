@@ -62,10 +62,8 @@ class EqualHeads:
         call, x = self._makers.get(value), self.trace.values[value]
         if call is None or x.shape[dim] == 1 or compat.storage_key(x) in self._written:
             return 1
-        if (
-            call.func in semantic.RULES and call.func is not Tensor.expand_as
-        ):  # linear, norms: nothing is known behind them
-            return 1
+        if call.func in semantic.RULES and call.func not in semantic.LIKE:
+            return 1  # linear, norms: nothing is known behind them
         ops, results, _ = self.decomposed(call)
         if any(_writes(item) for item in ops) or len(results) != len(call.outs):
             return 1

@@ -92,7 +92,14 @@ def _cumsum(dim: int) -> Callable[[Any, Tensor], Tensor]:
     return lambda m, x: _sum(m.down(m.up(x).cumsum(dim)))
 
 
+def _sizes_of_another(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    whole = h.softmax(-1).flatten(0, -2)  # its own layout is not that of what gives it sizes
+    return _sum(m.down(h + whole.view_as(h) + h.flatten().reshape_as(h)))
+
+
 OPERATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "sizes of another tensor": _sizes_of_another,
     "number added to a partial sum": lambda m, x: (m.down(torch.tanh(m.up(x))) + 10.0).pow(3).sum(),
     "norm of a partial sum": lambda m, x: m.down(torch.tanh(m.up(x))).norm(dim=-1).sum(),
     "partial sum times a number, thrice": lambda m, x: sum((m.down(m.up(x)).mean() * i).square() for i in (1, 2, 3)),
@@ -169,6 +176,7 @@ def test_an_operation_on_unequal_shards(name):
 
 
 DATA = [
+    "sizes of another tensor",
     "mean of a square",
     "var",
     "softmax over split",

@@ -229,10 +229,14 @@ RULES: dict[Callable[..., Any], Rule] = {
     F.pad: pad,
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), conv),
     torch.meshgrid: whole,
-    **dict.fromkeys((_T.expand_as,), views.expand_as),
+    _T.expand_as: views.expand_as,
+    **dict.fromkeys((_T.view_as, _T.reshape_as), views.reshape_as),
     **losses.RULES,
     **samples.RULES,
 }
+LIKE = frozenset((_T.expand_as, _T.view_as, _T.reshape_as))
+"""Views that take nothing but sizes from another tensor."""
+
 # Argument names, so that keyword calls and positional calls are one op. `__rmatmul__(a, b)` is `b @ a`.
 SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {
     F.linear: ("input", "weight", "bias"),

@@ -251,6 +251,13 @@ def expand_as(op: Op, n: int) -> list[Strategy]:
     return found + [Strategy((kind, REP), (kind,)) for kind in (P, A)]
 
 
+def reshape_as(op: Op, n: int) -> list[Strategy]:
+    """x.view_as(other): `other` has the sizes of the result, so that it is split as that."""
+    found = [s for s in reshape(op, n) if isinstance(s.outs[0], Shard)]
+    split = [Strategy((*s.ins[:1], *s.outs), s.outs, plain=s.plain) for s in found]
+    return split + [Strategy((kind, REP), (kind,)) for kind in (P, A)]
+
+
 def complex_view(op: Op, n: int) -> list[Strategy]:
     """view_as_complex and view_as_real: any dim but the last one of the real tensor, which holds (real, imaginary)."""
     return [same(op, Shard(d)) for d in range(min(op.ins[0].dim(), op.outs[0].dim()))] + passes_partial(op)
