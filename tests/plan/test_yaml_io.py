@@ -115,7 +115,13 @@ plans = st.builds(
         st.none() | st.dictionaries(patterns, st.integers(-2, 2), max_size=2),
     ),
     context=st.none() | st.builds(Context, units, st.just("ring"), st.sampled_from(BALANCES)),
-    experts=st.none() | st.builds(Experts, units, st.integers(1, 8), st.integers(1, 2), st.sampled_from(DISPATCHES)),
+    experts=st.none()
+    | st.builds(
+        Experts, units, st.integers(1, 8), st.integers(1, 2), st.sampled_from(sorted({*DISPATCHES} - {"twolevel", "fused"})),
+        payload=st.sampled_from([None, "fp8"]), overlap=st.booleans(),
+    )
+    | st.builds(Experts, units, dispatch=st.just("twolevel"), inner=st.integers(1, 4))
+    | st.builds(Experts, units, dispatch=st.just("fused")),
     pipeline=st.none()
     | st.builds(Pipeline, st.sampled_from(SCHEDULES), st.integers(1, 9), st.just("auto") | units, st.none()),
     recompute=st.none()
