@@ -48,6 +48,7 @@ from meshplan.compat.fake import (
     without_fake_mode,
     without_function_modes,
 )
+from meshplan.compat.flex import flex_takers, lacks_flex_backward, own_flex, taking_flex
 from meshplan.compat.fsdp import (
     fsdp_abandon,
     fsdp_align_partial,
@@ -95,6 +96,7 @@ __all__ = [
     "flatten",
     "flatten_mesh",
     "flatten_with_path",
+    "flex_takers",
     "foreach_norm",
     "foreach_scale_",
     "fsdp_abandon",
@@ -115,12 +117,14 @@ __all__ = [
     "in_function_transform",
     "is_fake",
     "is_strided_shard",
+    "lacks_flex_backward",
     "new_dtensor",
     "next_node",
     "no_device_context",
     "node_number",
     "on_backward_end",
     "on_cpu",
+    "own_flex",
     "packed",
     "process_group_of",
     "quiet_fake_tensors",
@@ -130,6 +134,7 @@ __all__ = [
     "root_mesh",
     "storage_key",
     "strided_shard_class",
+    "taking_flex",
     "unflatten",
     "unpack_into",
     "unshared",

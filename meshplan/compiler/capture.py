@@ -28,9 +28,10 @@ from meshplan.compiler.repeats import (
     like,
 )
 from meshplan.compiler.sketch import Sketch
-from meshplan.compiler.source import call_site, passed_through, raised_at
+from meshplan.compiler.source import call_site, raised_at
 from meshplan.compiler.tracing import recording
 from meshplan.errors import PlanError, Where
+from meshplan.ops.attention.flex import taken_whole
 
 # Calls whose result is not a tensor of the program, or that only ask about one.
 HOST_READS = {
@@ -211,20 +212,6 @@ def foreign_parameter(name: str, path: str) -> PlanError:
         where=call_site(3),
         module=path,
         legal="a method of the module, which finds its parameters on self",
-    )
-
-
-FLEX = "torch/nn/attention/flex_attention.py"
-
-
-def flex_attention(path: str, cause: BaseException) -> PlanError:
-    return PlanError(
-        f"{path or 'the model'} calls flex_attention, whose mask and score functions no layout is known for",
-        code="flex-attention",
-        where=raised_at(cause),
-        module=path,
-        legal="torch.nn.functional.scaled_dot_product_attention with the mask as a tensor (create_mask of the same mask_mod); "
-        "in transformers attn_implementation='sdpa'",
     )
 
 
@@ -452,13 +439,13 @@ def _captured(
     hooks.on(skeleton)
     if equals is not None:
         equals.intercept(skeleton, recorder.grouped)
-    with _uncollected(), mode, compat.on_cpu(), recorder, recording() as asked:
+    with _uncollected(), mode, compat.on_cpu(), recorder, recording() as asked, compat.taking_flex(taken_whole()):
         try:
             out = skeleton(**kwargs)
-        except Exception as error:
-            if not passed_through(error, FLEX):
-                raise
-            raise flex_attention(stack.path, error) from error
+        except PlanError as error:
+            if error.code == "flex-attention" and error.module is None:
+                raise error.at(raised_at(error), stack.path) from error
+            raise
     trace.asked = tuple(asked)
     trace.values = ids.values
     leaves, structure = compat.flatten(out)

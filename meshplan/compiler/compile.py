@@ -22,6 +22,7 @@ from meshplan.compiler.experts import ExpertsAt, refuse_compiled, refuse_uncalle
 from meshplan.compiler.experts_check import check_experts
 from meshplan.compiler.few_heads import SplitNeeded, split_spec, sub_axes, with_copies
 from meshplan.compiler.fingerprint import fingerprint
+from meshplan.compiler.flex import flexed, refuse_compiled_flex
 from meshplan.compiler.foldable import foldable, heard_inside
 from meshplan.compiler.fsdp_cuts import fsdp_cuts, shards_parameters
 from meshplan.compiler.fsdp_reads import refuse_foreign_reads
@@ -45,6 +46,7 @@ from meshplan.compiler.uses import settled as settled_kind
 from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups, abstract_groups
 from meshplan.mesh.spec import DATA_AXES, MeshSpec
+from meshplan.ops.attention.flex import taken_on_rank
 from meshplan.plan.placements import Placement, Shard
 from meshplan.plan.plan import Plan
 
@@ -123,13 +125,15 @@ def compile_core(
     result.beside = beside(trace, routed)
     expand_repeats(result, settled)
     program = replace(
-        _program(bound, result, settled, axes, examples), checked=checked, asked=trace.asked, single=fingerprint(trace)
-    )
+        _program(bound, result, settled, axes, examples), checked=checked, asked=trace.asked, single=fingerprint(trace),
+        flex=flexed(trace, result.repeats),
+    )  # fmt: skip
     early = silent(result.beside, program, bound)
     program = replace(program, beside=early, events=moved(program.events, early))
     edits = [(path, e) for path, many in result.edits.items() for e in many.values()]
     refuse_unused(bound, ContextAt.of(bound, spec), edits)
     refuse_compiled_rings(bound, edits)
+    refuse_compiled_flex(bound, program.flex)
     refuse_uncalled(bound, routed, edits)
     refuse_compiled(bound, routed)
     refuse_unknown_outputs(bound, result.layouts)
@@ -356,7 +360,7 @@ def _one_pass(
 
     saving = torch.autograd.graph.saved_tensors_hooks(packed, unpacked)
     try:
-        with mode, compat.on_cpu(), saving, run:
+        with mode, compat.on_cpu(), saving, run, compat.taking_flex(taken_on_rank()):
             try:
                 out = local(**inputs)
             except PYTHON_ERRORS as error:

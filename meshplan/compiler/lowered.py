@@ -75,6 +75,7 @@ class Program:
     decided: tuple[Decided, ...] = ()
     checked: Checked = field(default_factory=Checked)
     asked: tuple[bool, ...] = ()  # see `meshplan.compiler.tracing`
+    flex: frozenset[str] = frozenset()  # modules in whose code attention is by flex_attention
     spared: tuple[int, ...] = ()  # calls of the single device that a rank leaves out: see spared.py
     beside: tuple[Beside, ...] = ()  # what computes while experts' tokens travel
     single: str = ""  # the single device's program: see fingerprint.py

@@ -32,11 +32,6 @@ def raised_at(error: BaseException) -> Where | None:
     return next((Where(name, line) for name, line in reversed(lines) if _is_users(name)), None)
 
 
-def passed_through(error: BaseException, file: str) -> bool:
-    """Whether `error` came through a file whose path ends so."""
-    return any(f.f_code.co_filename.replace("\\", "/").endswith(file) for f, _ in traceback.walk_tb(error.__traceback__))
-
-
 def raised_by_us(error: BaseException) -> bool:
     """Whether `error` is a fault of meshplan's own Python code, not of the model's or of a torch call."""
     innermost = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]

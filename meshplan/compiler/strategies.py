@@ -63,8 +63,8 @@ class Chooser:
         if rule is not None:
             op, order = self.semantic_op(rec)
             found = rule(op, shards)
-            if rec.func is F.scaled_dot_product_attention and self.context and self.context.covers(axis, rec.module):
-                found = [*semantic.attention_over(op, self.context.operator), *found]
+            if rec.func in semantic.OVER and self.context and self.context.covers(axis, rec.module):
+                found = [*semantic.OVER[rec.func](op, self.context.operator), *found]
             strategies = [reordered(s, order) for s in found if len(s.ins) == len(order)]
             return choose([*strategies, whole], kinds, tensors, params, degree, rec.in_place)
         ops, results, _ = self.decomposed(rec)
@@ -155,6 +155,8 @@ class Chooser:
             return None
         (name,) = names
         op, _ = self.semantic_op(rec)
+        if name == "flex_attention":
+            return Replacement(name, (("global_shape", tuple(op.ins[0].shape)), ("shards", _shards(chosen))))
         split: dict[str, list[str]] = {}
         for axis, s in chosen.items():
             if name == "embedding" and s.ins[1] == Shard(0):

@@ -15,7 +15,7 @@ from meshplan.compiler.edits import Edit
 from meshplan.compiler.few_heads import sub_axes
 from meshplan.compiler.frames import positional_names
 from meshplan.compiler.fsdp_cuts import kept_whole
-from meshplan.compiler.lowered import Boundary, Core, ParamPlan
+from meshplan.compiler.lowered import Boundary, Core, ParamPlan, Program
 from meshplan.compiler.sites import Move
 from meshplan.mesh.build import BuiltMesh, Groups
 from meshplan.ops.dropout import DropoutStreams
@@ -25,7 +25,7 @@ from meshplan.runtime import replace
 from meshplan.runtime.beside import EarlyRuns, stand_aside
 from meshplan.runtime.boundary import BoundMove
 from meshplan.runtime.comm import chunk_offset, chunk_sizes
-from meshplan.runtime.editing import BoundEdit
+from meshplan.runtime.editing import BoundEdit, Editing, FlexEditing, unedited_flex
 from meshplan.runtime.fused import fused_shard
 from meshplan.runtime.module import Around, Convert, Duties, install
 from meshplan.runtime.regather import gathering_again, keeping_shards
@@ -137,11 +137,13 @@ def bind_program(
         if path in again:
             around = keeping_shards(around)
         duties = None
-        if ins or outs or edits or around or "_meshplan_duties" in module.__dict__:
+        flexed = path in program.flex
+        if ins or outs or edits or around or flexed or "_meshplan_duties" in module.__dict__:
             positions = {name: i for i, name in enumerate(positional_names(module))}
             duties = Duties(
-                path, ins, outs, positions, edits or None, around, () if path else program.asked, always=not path
-            )
+                path, ins, outs, positions, edits if edits or flexed else None, around, () if path else program.asked,
+                editing=_editing(program, edits), always=not path,
+            )  # fmt: skip
         install(module, duties, _views_of(module, path, views, core, canonical, dtensor), path in sleepers)
 
 
@@ -154,6 +156,12 @@ def _run_early(found: Sequence[Beside], modules: dict[str, nn.Module]) -> None:
         routed = routed_of(modules[experts])
         assert routed is not None
         routed.early = EarlyRuns([b for b in found if b.experts == experts], modules)
+
+
+def _editing(program: Program, edits: Mapping[int, BoundEdit]) -> Callable[..., Any]:
+    if not program.flex:
+        return Editing
+    return FlexEditing if edits else unedited_flex
 
 
 def _views_of(

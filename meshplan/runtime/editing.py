@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from meshplan import compat
 from meshplan.compiler.capture import is_recorded, name_of
 from meshplan.errors import PlanError, Where
+from meshplan.ops.attention.flex import taken_on_rank, taken_unedited
 
 _MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 
@@ -115,6 +116,25 @@ class Editing(TorchFunctionMode):
             code="other-branch", where=edit.where, module=path,
             legal="the branch that the example inputs take",
         )  # fmt: skip
+
+
+class FlexEditing(Editing):
+    """In a model whose attention is by flex_attention, which takes part as the one call that was lowered."""
+
+    def __enter__(self) -> Editing:
+        self._taking = compat.taking_flex(taken_on_rank())
+        self._taking.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._taking.__exit__(None, None, None)
+
+
+def unedited_flex(edits: Mapping[int, BoundEdit]) -> AbstractContextManager[None]:
+    """In place of a mode, for a module that calls flex_attention and has no edits."""
+    assert not edits
+    return compat.taking_flex(taken_unedited())
 
 
 def sleeping(call: Callable[..., Any]) -> Callable[..., Any]:

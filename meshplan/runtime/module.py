@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -44,7 +45,7 @@ class Duties:
     edits: Mapping[int, BoundEdit] | None = None
     around: Around | None = None
     asked: tuple[bool, ...] = ()
-    editing: Callable[[Mapping[int, BoundEdit]], Editing] = Editing
+    editing: Callable[[Mapping[int, BoundEdit]], AbstractContextManager[Any]] = Editing
     always: bool = False
     called: bool = False
 

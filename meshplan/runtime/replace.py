@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshplan import compat
@@ -17,6 +18,7 @@ from meshplan.mesh.build import Groups
 from meshplan.mesh.spec import hybrid_axes
 from meshplan.ops import norm
 from meshplan.ops.attention.attention import context_attention
+from meshplan.ops.attention.flex import flex_as_masked, flex_call
 from meshplan.ops.attention.sequence import Sequence as SequenceOrder
 from meshplan.ops.cross_entropy import cross_entropy
 from meshplan.ops.dropout import DropoutStreams, Runs, dropout
@@ -36,7 +38,8 @@ def bind(name: str, settings: Mapping[str, Any], groups: Groups, streams: Dropou
     """A function `(func, args, kwargs) -> Tensor` that stands for the torch call `func(*args, **kwargs)` on this rank.
 
     Arguments:
-        name: embedding, cross_entropy, split_norm, dropout, attention_dropout, context_attention or experts.
+        name: embedding, cross_entropy, split_norm, dropout, attention_dropout, context_attention, flex_attention or
+            experts.
         settings: the compiler's, see `Chooser.replacement`.
         groups: this rank's groups, real or abstract.
         streams: keys of the dropout calls; None while compiling, where no key matters.
@@ -146,12 +149,24 @@ def _context_attention(settings: Mapping[str, Any], groups: Groups, streams: Dro
     order = SequenceOrder(settings["size"], group.size, settings["order"])
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        a = _named(func, args, kwargs)
+        if func is flex_call:
+            a = flex_as_masked(args, batch, head, order.positions(group.rank, args[0].device), order.size)
+        else:
+            a = _named(func, args, kwargs)
         key = streams.key(module) if streams is not None and a.get("dropout_p") else 0
         return context_attention(
             **a, group=group, inner_group=inner, outer_group=outer, method=settings["method"], sequence=order, stream=key,
             global_shape=shape, offsets=(batch, head), equal_heads=settings["equal_heads"], transport=settings["transport"],
         )  # fmt: skip
+
+    return run
+
+
+def _flex_attention(settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
+    batch, head = offsets_of(settings["global_shape"], settings["shards"], groups)[:2]
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return F.scaled_dot_product_attention(**flex_as_masked(args, batch, head))
 
     return run
 
@@ -222,5 +237,6 @@ _BINDERS: dict[str, Callable[[Mapping[str, Any], Groups, DropoutStreams | None],
     "dropout": _dropout,
     "attention_dropout": _attention_dropout,
     "context_attention": _context_attention,
+    "flex_attention": _flex_attention,
     "experts": _experts,
 }

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshplan.compiler.lowered_graph import Lowered
+from meshplan.compiler.rules.semantic import OVER
 from meshplan.errors import PlanError
 from meshplan.lowering.lower import lower
 from meshplan.mesh.spec import MeshSpec
@@ -56,7 +56,7 @@ def over_context(
 
 def _over(call: Any, program: Traced, length: int) -> bool:
     """Whether a call is self attention of a sequence of `length`."""
-    if call.func is not F.scaled_dot_product_attention:
+    if call.func not in OVER:
         return False
     q, k = (program.program.trace.values[v] for v in call.ins[:2])
     return q.dim() == 4 and q.shape[-2] == k.shape[-2] == length

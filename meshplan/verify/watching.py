@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from meshplan import compat
 from meshplan.compiler.capture import is_in_place, is_recorded, name_of
 from meshplan.compiler.frames import positional_names
-from meshplan.runtime.editing import BoundEdit, Editing
+from meshplan.runtime.editing import BoundEdit, FlexEditing
 from meshplan.runtime.module import Duties, install
 
 
@@ -78,8 +78,8 @@ class Values(TorchFunctionMode):
         return out
 
 
-class Watching(Editing):
-    """Edits as `Editing` does, and logs every call of the module with the result its edit gave it."""
+class Watching(FlexEditing):
+    """Edits as `FlexEditing` does, and logs every call of the module with the result its edit gave it."""
 
     def __init__(self, edits: Mapping[int, BoundEdit], log: Log) -> None:
         super().__init__(edits)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from meshplan.compiler.kinds import A, I, Kind, P
 from meshplan.compiler.rules import losses, samples, views
 from meshplan.compiler.rules.base import REP, Op, Rule, Strategy, broadcast, linear_in
+from meshplan.ops.attention.flex import flex_call
 from meshplan.plan.placements import Shard
 
 
@@ -125,6 +126,34 @@ def attention_over(op: Op, operator: str) -> list[Strategy]:
     return [Strategy(tuple(ins), (Shard(row),), operator)]
 
 
+def flex(op: Op, n: int) -> list[Strategy]:
+    """flex_attention: as attention without a mask tensor. A mask function is handed what it captured whole; where the batch is
+    split it may do with its own rows. One that counts batch elements or heads has to know which a rank holds."""
+    program, captured = op.args[3], op.ins[3:]
+    found = []
+    for s in attention(_without_mask(op), n):
+        (out,) = s.outs
+        assert isinstance(out, Shard)
+        rows = frozenset() if program is None or out.dim or program.counts_batch else program.batch_rows
+        if any(captured[i].shape[0] != op.ins[0].shape[0] for i in rows):
+            continue
+        own: list[Kind] = [Shard(0) if i in rows else REP for i in range(len(captured))]
+        counts = program is not None and (program.counts_batch, program.per_head)[out.dim]
+        found.append(Strategy((*s.ins, *own), s.outs, "flex_attention" if counts else None))
+    return found
+
+
+def flex_over(op: Op, operator: str) -> list[Strategy]:
+    """`attention_over` of flex_attention: the mask function is evaluated for the rows of a rank's queries."""
+    rest = (REP,) * (len(op.ins) - 3)
+    return [Strategy((*s.ins, *rest), s.outs, operator) for s in attention_over(_without_mask(op), operator)]
+
+
+def _without_mask(op: Op) -> Op:
+    q, k, v, _, scale, enable_gqa = op.args[:6]
+    return Op(op.name, (q, k, v, None, 0.0, False, scale, enable_gqa), {}, op.ins[:3], op.outs)
+
+
 def layer_norm(op: Op, n: int) -> list[Strategy]:
     """layer_norm and rms_norm: any dim before the normalised ones, with weight and bias replicated."""
     x = op.ins[0]
@@ -222,6 +251,7 @@ RULES: dict[Callable[..., Any], Rule] = {
     torch.einsum: einsum,
     torch.functional.einsum: einsum,
     F.scaled_dot_product_attention: attention,
+    flex_call: flex,
     **dict.fromkeys((F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm), layer_norm),
     F.embedding: embedding,
     F.cross_entropy: cross_entropy,
@@ -237,6 +267,8 @@ RULES: dict[Callable[..., Any], Rule] = {
 LIKE = frozenset((_T.expand_as, _T.view_as, _T.reshape_as))
 """Views that take nothing but sizes from another tensor."""
 
+OVER = {F.scaled_dot_product_attention: attention_over, flex_call: flex_over}
+"""The attention of a whole sequence that an operator of the plan's `context` can run."""
 # Argument names, so that keyword calls and positional calls are one op. `__rmatmul__(a, b)` is `b @ a`.
 SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {
     F.linear: ("input", "weight", "bias"),

@@ -1,0 +1,144 @@
+"""flex_attention on ranks: forward is the model's own, gradients are those of the same attention under a mask given as a tensor.
+
+torch has no backward of flex_attention on the CPU, so that one device cannot train such a model here; ranks can, since they compute
+with meshplan's own blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+
+import meshplan as mp
+
+pytestmark = pytest.mark.usefixtures("pool")
+S = mp.S
+BATCH, HEADS, KV, DIM = 2, 8, 4, 3
+WIDE = HEADS * DIM
+compiled = torch.compile(flex_attention)
+
+
+def mask_mod(kind: str, docs: Tensor, length: int) -> Any:
+    """The masks by name; `late` reads the length that its maker saw, `heads` and `batch` differ from one to the next."""
+    return {
+        "causal": lambda b, h, q, kv: q >= kv,
+        "window": lambda b, h, q, kv: (q >= kv) & (q - kv < 7),
+        "documents": lambda b, h, q, kv: (q >= kv) & (docs[b, q] == docs[b, kv]),
+        "prefix": lambda b, h, q, kv: (q >= kv) | (kv < 5),
+        "late": lambda b, h, q, kv: (q >= kv) | (kv >= length - 3),
+        "heads": lambda b, h, q, kv: (q >= kv) & (q - kv <= 2 * h),
+        "batch": lambda b, h, q, kv: (q >= kv) & (q - kv <= 3 * b + docs[b, q]),
+        "blind": lambda b, h, q, kv: (kv < q) & (q % 5 != 2),
+    }[kind]
+
+
+class Flexed(nn.Module):
+    """Eight query heads on four key heads under a mask function. `how` says by which way attention is asked for: a `call`, a
+    `compiled` one, a block mask that was `kept` since the model was built, or `dense`: a mask as a tensor."""
+
+    def __init__(self, kind: str, how: str, length: int) -> None:
+        super().__init__()
+        self.kind, self.how = kind, how
+        self.q, self.k, self.v = (nn.Linear(8, n * DIM, bias=False) for n in (HEADS, KV, KV))
+        self.o = nn.Linear(WIDE, 8)
+        self.kept = None
+        if how == "kept":
+            self.kept = create_block_mask(mask_mod(kind, torch.zeros(0), length), None, None, length, length, device="cpu")
+
+    def forward(self, x: Tensor, docs: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, DIM)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        n, mod = x.shape[1], mask_mod(self.kind, docs, x.shape[1])
+        if self.how == "dense":
+            mask = create_mask(mod, BATCH, HEADS, n, n, device="cpu")
+            out = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.4, enable_gqa=True)
+        else:
+            blocks = self.kept
+            if blocks is None:
+                blocks = create_block_mask(mod, x.shape[0], q.shape[1], n, n, device="cpu")
+            attend = compiled if self.how == "compiled" else flex_attention
+            out = attend(q, k, v, block_mask=blocks, scale=0.4, enable_gqa=True)
+        return self.o(out.transpose(1, 2).flatten(2)).pow(2).mean()
+
+
+def built(kind: str, how: str, length: int) -> nn.Module:
+    torch.manual_seed(0)
+    return Flexed(kind, how, length).double()
+
+
+def batch(length: int) -> dict[str, Tensor]:
+    drawn = torch.Generator().manual_seed(1)
+    docs = torch.rand(BATCH, length, generator=drawn).lt(0.2).cumsum(1)
+    return {"x": torch.randn(BATCH, length, 8, generator=drawn, dtype=torch.float64), "docs": docs}
+
+
+def plan(mesh: dict[str, int], length: int, method: str = "ring", balance: str = "zigzag") -> mp.Plan:
+    place = {"dp": S(0), "cp": S(1)}
+    context = {"attention": [""], "method": method, "balance": balance}
+    return mp.Plan(
+        mesh=mesh,
+        inputs={
+            "x": mp.Input(shape=(BATCH, length, 8), dtype=torch.float64, place=place),
+            "docs": mp.Input(shape=(BATCH, length), dtype=torch.int64, place=place),
+        },
+        rules=[mp.Rule("{q,k,v}", use="colwise"), mp.Rule("o", use="rowwise")] if "tp" in mesh else [],
+        context=(context | ({"inner": 2} if method == "hybrid" else {})) if "cp" in mesh else None,
+    )
+
+
+def one_device(kind: str, length: int, kept: bool = False) -> tuple[float, dict[str, Tensor]]:
+    """The loss as torch's flex_attention has it, and the gradients under the mask as a tensor."""
+    with torch.no_grad():
+        loss = built(kind, "kept" if kept else "call", length)(**batch(length)).item()
+    dense = built(kind, "dense", length)
+    dense(**batch(length)).backward()
+    return loss, {name: p.grad for name, p in dense.named_parameters()}
+
+
+def _step(kind: str, how: str, length: int, given: mp.Plan) -> tuple[float, dict[str, Tensor]]:
+    torch._dynamo.reset()
+    model = mp.parallelize(built(kind, how, length), given)
+    loss = model(**mp.shard_batch(model, batch(length)))
+    loss.backward()
+    return loss.item(), {n: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for n, p in model.named_parameters()}
+
+
+def check(pool: Any, kind: str, how: str, length: int, given: mp.Plan) -> None:
+    world = functools.reduce(int.__mul__, given.mesh.values())
+    data = world // given.mesh.get("tp", 1)
+    want, gradients = one_device(kind, length, how == "kept")
+    ranks = pool.run(_step, kind, how, length, given, world=world)
+    assert sum(loss for loss, _ in ranks) / world == pytest.approx(want, rel=1e-12), data
+    for _, found in ranks:
+        for name, wanted in gradients.items():
+            assert torch.allclose(found[name], wanted, rtol=0, atol=1e-13), name
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "documents", "prefix", "late", "heads", "batch", "blind"])
+@pytest.mark.parametrize(
+    ("method", "balance", "length"),
+    [("ring", "zigzag", 20), ("ring", "contiguous", 22), ("allgather", "zigzag", 20), ("ulysses", "contiguous", 26)],
+)
+def test_every_mask_is_exact_over_a_split_sequence(pool, kind, method, balance, length):
+    check(pool, kind, "call", length, plan({"cp": 2}, length, method, balance))
+
+
+@pytest.mark.parametrize("kind", ["documents", "late", "heads", "batch"])
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2}, {"cp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}])
+def test_every_mask_is_exact_beside_split_heads_and_batches(pool, kind, mesh):
+    check(pool, kind, "call", 20, plan(mesh, 20))
+
+
+@pytest.mark.parametrize("method", ["ring", "hybrid"])
+def test_four_ranks_of_a_sequence(pool, method):
+    check(pool, "documents", "call", 24, plan({"cp": 4}, 24, method))
+
+
+@pytest.mark.parametrize(("kind", "how"), [("documents", "compiled"), ("window", "kept"), ("late", "kept")])
+def test_however_a_model_holds_the_function_or_the_mask(pool, kind, how):
+    check(pool, kind, how, 20, plan({"cp": 2}, 20))
