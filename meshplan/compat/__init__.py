@@ -48,7 +48,7 @@ from meshplan.compat.fake import (
     without_fake_mode,
     without_function_modes,
 )
-from meshplan.compat.flex import flex_takers, lacks_flex_backward, own_flex, taking_flex
+from meshplan.compat.flex import flex_takers, lacks_flex_backward, own_flex, taking_flex, without_compiling
 from meshplan.compat.fsdp import (
     fsdp_abandon,
     fsdp_align_partial,
@@ -138,6 +138,7 @@ __all__ = [
     "unflatten",
     "unpack_into",
     "unshared",
+    "without_compiling",
     "without_fake_mode",
     "without_function_modes",
 ]

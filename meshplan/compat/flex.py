@@ -42,7 +42,7 @@ def taking_flex(takers: Takers) -> Iterator[None]:
     if _MODULE not in sys.modules:
         yield
         return
-    with _eager():
+    with without_compiling():
         _exchange(1)
         _here.takers = (*_here.takers, takers)
         try:
@@ -70,8 +70,9 @@ def lacks_flex_backward(error: BaseException) -> bool:
     )
 
 
-def _eager() -> AbstractContextManager[Any]:
-    # Without dynamo nothing was compiled, and to import it takes a second.
+def without_compiling() -> AbstractContextManager[Any]:
+    """What `torch.compile` wrapped runs as it is."""
+    # Without dynamo nothing was wrapped, and to import it takes a second.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 

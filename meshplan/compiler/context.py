@@ -91,8 +91,8 @@ def refuse_unused(bound: Bound, at: ContextAt | None, edits: Iterable[tuple[str,
     for path in at.paths:
         if not any(within(module, path) for module in ran):
             raise PlanError(
-                f"{path or 'the model'} is in context.attention, and no scaled_dot_product_attention whose query, key and value "
-                "are split along their sequence on cp was found in it",
+                f"{path or 'the model'} is in context.attention, and no scaled_dot_product_attention or flex_attention whose "
+                "query, key and value are split along their sequence on cp was found in it",
                 code="context-unused", module=path, where=bound.plan.context.source.child("attention").where,  # type: ignore[union-attr]
                 legal="attention through torch.nn.functional.scaled_dot_product_attention (attn_implementation='sdpa'), and "
                 "inputs placed {cp: S(1)}; attention written out in products gathers its keys without this section",

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshplan import compat
 from meshplan.errors import PlanError
+from meshplan.ops.attention.flex import taken_whole
+from meshplan.ops.dropout import DropoutStreams
 from meshplan.runtime.init import init_weights
 from meshplan.verify.dropout import single_device_dropout
 from meshplan.verify.inputs import describe, make_batch
@@ -29,6 +32,7 @@ class Reference:
         parameter_sizes: largest absolute value of each parameter after the last step.
         inputs: the batch as text, such as `int64[4, 32]`.
         initialiser: why `init_weights` refused the model, or None where its values are in the file.
+        masked: whether it trained with flex_attention under a mask given as a tensor: see `_Steps`.
     """
 
     losses: tuple[float, ...]
@@ -36,6 +40,7 @@ class Reference:
     parameter_sizes: dict[str, float]
     inputs: dict[str, str]
     initialiser: str | None
+    masked: bool = False
 
 
 def run_reference(job: Job, path: str) -> Reference:
@@ -49,12 +54,12 @@ def run_reference(job: Job, path: str) -> Reference:
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     with single_device_dropout(model, job.seed) as streams, single_device_payload(model, job.plan):
+        steps = _Steps(job, model, batch, streams)
         for step in range(job.steps):
             model.zero_grad()
-            streams.begin_step()
-            loss = (job.loss or find_loss)(model(**batch), batch)
+            loss, value = steps.next()
             loss.backward()
-            losses.append(loss.item())
+            losses.append(value)
             if step == 0:
                 gradients = {n: p.grad.clone() for n, p in named_parameters(model).items() if p.grad is not None}
             optimizer = optimizer or fitted(job, {n: size(g) for n, g in gradients.items()}).optimizer(model.parameters())
@@ -68,7 +73,41 @@ def run_reference(job: Job, path: str) -> Reference:
         parameter_sizes={n: size(p) for n, p in parameters.items()},
         inputs=describe(batch),
         initialiser=refused,
+        masked=steps.masked,
     )
+
+
+class _Steps:
+    """The forward of each step.
+
+    torch has no backward of flex_attention on the CPU. A model that calls it has the loss of a step by torch's own operator,
+    without gradients, and its gradients by attention under the same mask given as a tensor; `masked` then says so.
+    """
+
+    def __init__(self, job: Job, model: nn.Module, batch: Batch, streams: DropoutStreams) -> None:
+        self._job, self._model, self._batch, self._streams = job, model, batch, streams
+        self.masked = False
+
+    def next(self) -> tuple[Tensor, float]:
+        """The loss to differentiate, and its value by the user's own program."""
+        at = self._streams.state_dict()
+        if not self.masked:
+            try:
+                loss = self._forward(at)
+                return loss, loss.item()
+            except NotImplementedError as error:
+                if not compat.lacks_flex_backward(error):
+                    raise
+                self.masked = True
+        with torch.no_grad(), compat.without_compiling():
+            value = self._forward(at).item()
+        with compat.taking_flex(taken_whole()):
+            return self._forward(at), value
+
+    def _forward(self, at: dict[str, int]) -> Tensor:
+        self._streams.load_state_dict(at)
+        self._streams.begin_step()
+        return (self._job.loss or find_loss)(self._model(**self._batch), self._batch)
 
 
 def fitted(job: Job, gradient_sizes: Mapping[str, float]) -> Job:

@@ -1,7 +1,7 @@
 """flex_attention on ranks: forward is the model's own, gradients are those of the same attention under a mask given as a tensor.
 
-torch has no backward of flex_attention on the CPU, so that one device cannot train such a model here; ranks can, since they compute
-with meshplan's own blocks.
+torch has no backward of flex_attention on the CPU, so that one device cannot train such a model here; ranks can, since they
+compute with meshplan's own blocks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class Flexed(nn.Module):
         self.o = nn.Linear(WIDE, 8)
         self.kept = None
         if how == "kept":
-            self.kept = create_block_mask(mask_mod(kind, torch.zeros(0), length), None, None, length, length, device="cpu")
+            self.kept = create_block_mask(
+                mask_mod(kind, torch.zeros(0), length), None, None, length, length, device="cpu"
+            )
 
     def forward(self, x: Tensor, docs: Tensor) -> Tensor:
         q, k, v = (p(x).unflatten(-1, (-1, DIM)).transpose(1, 2) for p in (self.q, self.k, self.v))
@@ -142,3 +144,66 @@ def test_four_ranks_of_a_sequence(pool, method):
 @pytest.mark.parametrize(("kind", "how"), [("documents", "compiled"), ("window", "kept"), ("late", "kept")])
 def test_however_a_model_holds_the_function_or_the_mask(pool, kind, how):
     check(pool, kind, how, 20, plan({"cp": 2}, 20))
+
+
+def hugging_face(model_type: str, **changes: Any) -> nn.Module:
+    """A tiny transformers model on flex_attention, which it calls compiled, with a score function that changes nothing."""
+    config = transformers.AutoConfig.for_model(
+        model_type, vocab_size=61, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, use_cache=False, pad_token_id=None, bos_token_id=None,
+        eos_token_id=None, **changes,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flex_attention")
+
+
+def hugging_face_plan(mesh: dict[str, int], names: tuple[str, ...], rows: int = 2, **sections: Any) -> mp.Plan:
+    ids = mp.Input(shape=(rows, 20), dtype=torch.int64, place={"dp": S(0), "cp": S(1)})
+    attention = "model.layers.*.self_attn"
+    split = [
+        mp.Rule(attention + ".{q_proj,k_proj,v_proj}", use="colwise"),
+        mp.Rule(f"{attention}.o_proj", use="rowwise"),
+    ]
+    return mp.Plan(
+        mesh=mesh, inputs=dict.fromkeys(names, ids), rules=split if "tp" in mesh else [],
+        context={"attention": [attention], "method": "ring"}, **sections,
+    )  # fmt: skip
+
+
+def packed() -> dict[str, Tensor]:
+    """Two documents in one row, told by positions that start again."""
+    tokens = torch.randint(0, 61, (1, 20), generator=torch.Generator().manual_seed(2))
+    positions = torch.cat([torch.arange(7), torch.arange(13)]).unsqueeze(0)
+    return {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+
+
+UNITS = {"fsdp": {"units": ["model.layers.*"]}, "recompute": {"units": ["model.layers.*"], "policy": "full"}}
+TRANSFORMERS = {
+    "window beside tp, recomputed": (
+        functools.partial(hugging_face, "mistral", sliding_window=7), None,
+        hugging_face_plan({"cp": 2, "tp": 2}, ("input_ids", "labels"), **UNITS),
+    ),
+    "packed documents": (
+        functools.partial(hugging_face, "llama"), packed,
+        hugging_face_plan({"cp": 2}, ("input_ids", "labels", "position_ids"), 1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TRANSFORMERS)
+def test_transformers_models_train_as_one_device_does(case):
+    """verify's one device has its losses by flex_attention and its gradients under the mask as a tensor, and says so."""
+    factory, inputs, given = TRANSFORMERS[case]
+    n = functools.reduce(int.__mul__, given.mesh.values())
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    receipt = mp.verify(factory, given, nproc=n, inputs=inputs, steps=3, rtol=2e-6, optimizer=sgd)
+    assert receipt.passed, str(receipt)
+    assert any("gradients of flex_attention" in note for note in receipt.not_checked)
+
+
+def test_a_soft_cap_is_refused_by_name_and_layer():
+    factory = functools.partial(hugging_face, "gemma2", head_dim=6, sliding_window=7)
+    with pytest.raises(
+        mp.PlanError, match=r"score function flex_attention_forward.score_mod \[flex-attention\]"
+    ) as caught:
+        mp.lower(factory(), hugging_face_plan({"cp": 2}, ("input_ids", "labels")), 2)
+    assert caught.value.module == "model.layers.0.self_attn"

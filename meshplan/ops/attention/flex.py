@@ -38,7 +38,7 @@ def flex_call(
         [B, H, Q, Dv]. Without values (fake or meta tensors) the mask is not evaluated.
     """
     if compat.current_function_mode() is not None:
-        given = (query, key, value, program, scale, enable_gqa, *captured)
+        given: tuple[Any, ...] = (query, key, value, program, scale, enable_gqa, *captured)
         return handle_torch_function(flex_call, (query, key, value, *captured), *given)  # type: ignore[no-any-return]
     args = (query, key, value, program, scale, enable_gqa, *captured)
     return F.scaled_dot_product_attention(**flex_as_masked(args))
@@ -84,7 +84,7 @@ def taken_whole() -> dict[str, Any]:
 
 def taken_on_rank() -> dict[str, Any]:
     """What takes calls on a rank, whose queries may be a part of those that the block mask was made for."""
-    return {"flex_attention": _attention, "create_block_mask": _described}
+    return {"flex_attention": _on_rank, "create_block_mask": _described}
 
 
 def taken_unedited() -> dict[str, Any]:
@@ -95,25 +95,44 @@ def taken_unedited() -> dict[str, Any]:
 
 def _unedited(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
     differentiated = any(t.requires_grad for t in (query, key, value))
-    taker = _attention if query.device.type == "cpu" and differentiated else compat.own_flex
+    taker = _on_rank if query.device.type == "cpu" and differentiated else compat.own_flex
     return taker(query, key, value, *args, **kwargs)
 
 
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any = None, block_mask: Any = None, scale: float | None = None,
     enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None, *, return_aux: Any = None,
-) -> Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
     if return_lse or any(return_aux or ()):
         raise refused("its log-sum-exp or maxima asked for", "the output alone; return_lse=False, return_aux=None")
     if score_mod is not None and not is_identity(score_mod, query):
         raise refused(
-            f"the score function {name_of(score_mod)}", "no score_mod; a bias by scaled_dot_product_attention(attn_mask=...)"
+            f"the score function {name_of(score_mod)}",
+            "no score_mod; a bias by scaled_dot_product_attention(attn_mask=...)",
         )
     if {t.dim() for t in (query, key, value)} != {4} or query.shape[0] != key.shape[0]:
         shapes = ", ".join(str(list(t.shape)) for t in (query, key, value))
         raise refused(f"tensors of {shapes}", "[B, H, Q, D], [B, Hkv, K, D] and [B, Hkv, K, Dv]")
     program, captured = (None, []) if block_mask is None else read_mask(block_mask.mask_mod, query.device)
     return flex_call(query, key, value, program, scale, enable_gqa, *captured)
+
+
+def _on_rank(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A log-sum-exp that only ranks are asked for (transformers asks on GPUs, and hands it on as weights nobody reads; a program
+    is read on the CPU) is a tensor without values: to compute with it fails."""
+    aux, lse = kwargs.pop("return_aux", None), kwargs.pop("return_lse", False)
+    if getattr(aux, "max_scores", False):
+        kwargs["return_aux"] = aux
+    out = _attention(query, key, value, *args, **kwargs)
+    if not (lse or getattr(aux, "lse", False)):
+        return out
+    with compat.without_function_modes():
+        none = torch.empty(query.shape[:3], dtype=torch.float32, device="meta")
+    if aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=none, max_scores=None)
+    return out, none
 
 
 def _whole(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -82,16 +82,14 @@ class MaskProgram:
     def counts_batch(self) -> bool:
         """Whether the number of an element of the batch matters beyond which rows of `batch_rows` are its own."""
         rows = self.batch_rows
-        others = [
-            leaf
+        return any(
+            leaf == Slot(BATCH) and not (_row_of(step) in rows and i == _ROW_INDEX)
             for step in self.steps
-            for i, leaf in enumerate(step.leaves)
-            if not (_row_of(step) in rows and i == _ROW_INDEX)
-        ]
-        return Slot(BATCH) in others or self.out == Slot(BATCH)
+            for i, leaf in _values_of(step)
+        )
 
     def _uses(self, number: int) -> bool:
-        return self.out == Slot(number) or any(Slot(number) in step.leaves for step in self.steps)
+        return any(leaf == Slot(number) for step in self.steps for _, leaf in _values_of(step))
 
     def run(self, at: Sequence[Tensor], captured: Sequence[Tensor]) -> Tensor:
         """The mask at b, h, q and kv, tensors of no dims (or what `torch.vmap` makes look so)."""
@@ -139,30 +137,51 @@ def _row_of(step: Step) -> int | None:
     return of.number if isinstance(of, Captured) and first == Slot(BATCH) else None
 
 
+_SHAPED_LIKE = frozenset("new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like".split())
+"""Functions that take a shape, dtype or device of their first argument, and no value."""
+
+
+def _values_of(step: Step) -> list[tuple[int, Any]]:
+    """The leaves whose values matter, with their places."""
+    unread = 1 if getattr(step.func, "__name__", "") in _SHAPED_LIKE else 0
+    return list(enumerate(step.leaves))[unread:]
+
+
 def read_mask(mask_mod: MaskMod, device: torch.device) -> tuple[MaskProgram, list[Tensor]]:
     """The program of `mask_mod`, and the tensors that it captured, in the order of their numbers.
 
     Raises PlanError `flex-attention` for a function that writes into a tensor or whose result is no boolean.
     """
-    at = tuple(torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
+    at = _numbers(device)
     reading = _Reading(at)
     try:
         with reading:
             out = mask_mod(*at)
     except compat.data_dependent_errors() as error:
-        raise refused(f"the mask function {name_of(mask_mod)}, which reads a value", "torch operations alone") from error
+        raise refused(
+            f"the mask function {name_of(mask_mod)}, which reads a value", "torch operations alone"
+        ) from error
     if not isinstance(out, Tensor) or out.dtype != torch.bool or out.dim():
         shown = f"{out.dtype}{list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-        raise refused(f"a mask function {name_of(mask_mod)} that returns {shown}", "one that returns a boolean of no dims")
+        raise refused(
+            f"a mask function {name_of(mask_mod)} that returns {shown}", "one that returns a boolean of no dims"
+        )
     return MaskProgram(tuple(reading.steps), reading.slot(out)), reading.captured
 
 
 def is_identity(score_mod: Callable[..., Any], like: Tensor) -> bool:
     """Whether a score function hands back the very score that it is given."""
-    at = tuple(torch.zeros((), dtype=torch.int64, device=like.device) for _ in range(4))
-    score = torch.zeros((), dtype=like.dtype, device=like.device)
+    at = _numbers(like.device)
+    with compat.without_function_modes():
+        score = torch.zeros((), dtype=like.dtype, device=like.device)
     with _Reading((score, *at)):
         return score_mod(score, *at) is score
+
+
+def _numbers(device: torch.device) -> tuple[Tensor, ...]:
+    """What stands for b, h, q and kv while a function is read; no mode sees them made."""
+    with compat.without_function_modes():
+        return tuple(torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
 
 
 def refused(what: str, legal: str) -> PlanError:
@@ -211,9 +230,7 @@ class _Reading(TorchFunctionMode):
             return out  # a shape, a dtype
         if any(x is y for x in made for y in leaves) and getattr(func, "__name__", "").endswith("_"):
             raise refused(f"a mask function that writes ({func.__name__}) into a tensor", "one that only computes")
-        self.steps.append(
-            Step(func, tuple(self.slot(x) if isinstance(x, Tensor) else x for x in leaves), structure)
-        )
+        self.steps.append(Step(func, tuple(self.slot(x) if isinstance(x, Tensor) else x for x in leaves), structure))
         for t in made:
             self._slots[id(t)] = Slot(self._made)
             self._made += 1
