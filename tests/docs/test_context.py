@@ -64,5 +64,6 @@ def test_what_the_page_names_is_there():
     named = set(re.findall(r"`([a-z]+-[a-z-]+)`", PAGE.read_text(encoding="utf-8")))
     assert {code for code in named if (PAGE.parent / "errors" / f"{code}.md").exists()} == {
         "context-heads",
+        "flex-attention",
         "peers-out-of-reach",
     }
