@@ -27,7 +27,7 @@ def bind_inputs(
         given: argument names that come from elsewhere.
 
     Raises PlanError: `no-such-argument`, `more-layouts-than-inputs`, `missing-input` when the plan names inputs and
-    leaves out one that forward needs, `dim-out-of-range`, `input-not-divisible`.
+    leaves out one that forward needs, `dim-out-of-range`, `input-not-divisible`, `no-such-input` for offsets of none.
     """
     out: dict[str, Input] = {}
     for name, item in plan.inputs.items():
@@ -40,6 +40,9 @@ def bind_inputs(
                 legal="one entry for each input",
             )
         out[target] = _checked(target, item, plan, known)
+    for target, item in out.items():
+        if item.offsets is not None:
+            out[target] = replace(item, offsets=_cut_by(target, item, arguments, out))
     covered = {name.partition(".")[0] for name in out} | set(given)
     for name in given:
         arguments.resolve(name, where=None, module="")
@@ -53,6 +56,17 @@ def bind_inputs(
             legal=list(arguments.names),
         )
     return out
+
+
+def _cut_by(name: str, item: Input, arguments: Arguments, inputs: Mapping[str, Input]) -> str:
+    """The input whose sequence `item` holds the offsets of."""
+    of = arguments.resolve(item.offsets or "", where=item.source.child("offsets").where, module="")
+    if of not in inputs or of == name:
+        raise PlanError(
+            f"{name!r} holds offsets of {of!r}, which is no other input of the plan", code="no-such-input",
+            where=item.source.child("offsets").where, legal=[other for other in inputs if other != name],
+        )  # fmt: skip
+    return of
 
 
 def _checked(name: str, item: Input, plan: Plan, known: Mapping[str, int]) -> Input:

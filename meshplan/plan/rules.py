@@ -19,7 +19,7 @@ from meshplan.plan.layouts import (
     layouts_dict,
 )
 from meshplan.plan.patterns import match
-from meshplan.plan.placements import Partial
+from meshplan.plan.placements import Partial, Shard
 from meshplan.plan.source import Source, user_source
 from meshplan.plan.values import (
     as_bool,
@@ -46,11 +46,14 @@ class Input:
         shape: global sizes, or None where example inputs are given to `parallelize`.
         dtype: torch dtype or its bare name; None as above.
         place: placement by axis, S or R; `dp` is dp_replicate x dp_shard.
+        offsets: the input whose sequence this one cuts into documents: where each begins, and where the last ends (`cu_seqlens`).
+            Ranks look at its values at each call, and refuse others together, before anything is sent.
     """
 
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     place: Layout = field(default_factory=dict)
+    offsets: str | None = None
     source: Source = field(default_factory=user_source, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -80,13 +83,21 @@ class Input:
                 legal="either dp, or dp_replicate and dp_shard",
             )
 
+        if self.offsets is not None:
+            as_str("an input's offsets", self.offsets, here.child("offsets"))
+            integers = self.dtype in (None, torch.int32, torch.int64)
+            if not integers or len(self.shape or (2,)) != 1 or any(isinstance(p, Shard) for p in place.values()):
+                raise wrong(
+                    "an input of offsets", self.to_dict(), here, "int32 or int64 [documents + 1], whole on every rank"
+                )
+
     @classmethod
     def from_dict(cls, value: Any, source: Source | None = None) -> Input:
         """An `Input` from the mapping of a plan file; an `Input` is returned as it is."""
         if isinstance(value, Input):
             return value
         source = source or user_source()
-        check_keys("an input", as_mapping("an input", value, source), ("shape", "dtype", "place"), source)
+        check_keys("an input", as_mapping("an input", value, source), ("shape", "dtype", "place", "offsets"), source)
         return cls(**value, source=source)
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,6 +109,8 @@ class Input:
             out["shape"] = list(self.shape)
         if self.place:
             out["place"] = layout_dict(self.place)
+        if self.offsets is not None:
+            out["offsets"] = self.offsets
         return out
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from meshplan.mesh.build import Groups
 from meshplan.mesh.spec import hybrid_axes
 from meshplan.ops import norm
 from meshplan.ops.attention.attention import context_attention
-from meshplan.ops.attention.flex import flex_as_masked, flex_call
+from meshplan.ops.attention.flex import flex_call, flex_on_rank
 from meshplan.ops.attention.sequence import Sequence as SequenceOrder
 from meshplan.ops.cross_entropy import cross_entropy
 from meshplan.ops.dropout import DropoutStreams, Runs, dropout
@@ -150,7 +151,7 @@ def _context_attention(settings: Mapping[str, Any], groups: Groups, streams: Dro
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if func is flex_call:
-            a = flex_as_masked(args, batch, head, order.positions(group.rank, args[0].device), order.size)
+            a = flex_on_rank(args, batch, head, order.size)
         else:
             a = _named(func, args, kwargs)
         key = streams.key(module) if streams is not None and a.get("dropout_p") else 0
@@ -166,7 +167,10 @@ def _flex_attention(settings: Mapping[str, Any], groups: Groups, streams: Dropou
     batch, head = offsets_of(settings["global_shape"], settings["shards"], groups)[:2]
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return F.scaled_dot_product_attention(**flex_as_masked(args, batch, head))
+        a = flex_on_rank(args, batch, head)
+        seen, query = a.pop("sees"), a["query"]
+        rows = torch.arange(query.shape[2], device=query.device)
+        return F.scaled_dot_product_attention(**a, attn_mask=seen and seen((0, query.shape[1]), rows))
 
     return run
 

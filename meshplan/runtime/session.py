@@ -23,6 +23,7 @@ from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups
 from meshplan.ops.dropout import DropoutStreams
 from meshplan.runtime.gradients import Gradients
+from meshplan.runtime.offsets import declared_offsets, look_at, refuse_faults
 from meshplan.runtime.unchanged import Unchanged
 from meshplan.runtime.views import Step
 
@@ -47,6 +48,9 @@ class Session:
     microbatch: int | None = None  # of an open `accumulate`
     microbatches: int = 0
     unchanged: Unchanged | None = None
+
+    def __post_init__(self) -> None:
+        self._offsets = declared_offsets(self.core)
 
     def around(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The root's forward."""
@@ -73,7 +77,9 @@ class Session:
 
     def _select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         signature = signature_of(self.model, args, kwargs)
-        self.check(signature)
+        said = look_at(self._offsets, self.model, args, kwargs) if self._offsets else ()
+        self.check((*signature, *said))
+        refuse_faults(self._offsets, said)
         if signature == self.current:
             return
         if signature not in self.known:

@@ -27,7 +27,8 @@ def make_batch(inputs: Mapping[str, Input], spec: MeshSpec, model: nn.Module, se
 
     What an integer input means is read off its name: `label` or `target` in it are class ids, of which each data
     rank ignores another share (equal shares would hide a mean of means); `position` counts along the last dim; `mask`
-    is all ones, because a mask's meaning is the model's own; anything else is token ids. Ids stay below the smallest
+    is all ones, because a mask's meaning is the model's own; what the plan declares as offsets cuts its sequence into unequal
+    documents; anything else is token ids. Ids stay below the smallest
     embedding (labels: the last Linear's width) of `model`. Floating inputs are normal, bool ones fair coins.
 
     Raises PlanError `no-shape` for an input without shape or dtype.
@@ -44,7 +45,9 @@ def make_batch(inputs: Mapping[str, Input], spec: MeshSpec, model: nn.Module, se
             )
         generator = torch.Generator().manual_seed(stream_key(seed, "batch", name))
         shape, dtype, lower = item.shape, item.dtype, name.lower()
-        if dtype.is_floating_point:
+        if item.offsets is not None:
+            batch[name] = _offsets(item, inputs[item.offsets], generator)
+        elif dtype.is_floating_point:
             batch[name] = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
         elif dtype == torch.bool or "mask" in lower:
             batch[name] = (
@@ -60,6 +63,16 @@ def make_batch(inputs: Mapping[str, Input], spec: MeshSpec, model: nn.Module, se
         else:
             batch[name] = torch.randint(rows, shape, generator=generator, dtype=dtype)
     return batch
+
+
+def _offsets(item: Input, of: Input, generator: torch.Generator) -> Tensor:
+    """Documents of unequal length, of at least one position each while there are enough, that fill the sequence of `of`."""
+    assert item.shape is not None and of.shape is not None
+    cp = of.place.get("cp")
+    size = of.shape[cp.dim if isinstance(cp, Shard) else min(1, len(of.shape) - 1)]
+    inner = min(item.shape[0] - 2, size - 1)
+    ends = (torch.randperm(size - 1, generator=generator)[:inner] + 1).sort().values
+    return torch.cat([torch.tensor([0]), ends, torch.full((item.shape[0] - 1 - inner,), size)]).to(item.dtype)
 
 
 def id_ranges(model: nn.Module) -> tuple[int, int]:
@@ -100,7 +113,7 @@ def small_inputs(inputs: Mapping[str, Input], spec: MeshSpec) -> dict[str, Input
     world = spec.world_size
     out: dict[str, Input] = {}
     for name, item in inputs.items():
-        if item.shape is not None and item.dtype is not None and not item.dtype.is_floating_point:
+        if item.shape is not None and item.dtype is not None and not item.dtype.is_floating_point and item.offsets is None:
             shape = tuple(_small(n, (2, 8)[d], world) if d < 2 else n for d, n in enumerate(item.shape))
             item = replace(item, shape=shape)
         out[name] = item

@@ -90,3 +90,10 @@ def test_an_axis_the_mesh_does_not_have_divides_everything():
 def test_a_dim_the_input_does_not_have_is_refused():
     assert code({"tokens": Input((6,), "int64", {"cp": S(1)})}) == "dim-out-of-range"
     assert code({"tokens": Input((), "int64", {"cp": S(0)})}) == "dim-out-of-range"
+
+
+def test_offsets_are_of_another_input_by_whichever_name():
+    offsets = Input((3,), "int32", offsets="0")
+    assert bound({"tokens": Input((6, 4), "int64"), "mask": offsets})["mask"].offsets == "tokens"
+    assert code({"tokens": Input((6, 4), "int64"), "mask": Input((3,), "int32", offsets="mask")}) == "no-such-input"
+    assert code({"mask": offsets}) == "no-such-input"

@@ -141,6 +141,17 @@ def test_four_ranks_of_a_sequence(pool, method):
     check(pool, "documents", "call", 24, plan({"cp": 4}, 24, method))
 
 
+@pytest.mark.parametrize(
+    ("kind", "mesh", "method"),
+    [("heads", {"cp": 2, "tp": 2}, "ulysses"), ("documents", {"cp": 4}, "hybrid"), ("batch", {"cp": 2}, "allgather")],
+)
+def test_what_is_sent_is_what_is_listed(kind, mesh, method):
+    n = functools.reduce(int.__mul__, mesh.values())
+    receipt = mp.verify(functools.partial(Flexed, kind, "call", 24), plan(mesh, 24, method), nproc=n)
+    assert receipt.passed, str(receipt)
+    assert "as predicted, one by one" in receipt.check("collectives").detail
+
+
 @pytest.mark.parametrize(("kind", "how"), [("documents", "compiled"), ("window", "kept"), ("late", "kept")])
 def test_however_a_model_holds_the_function_or_the_mask(pool, kind, how):
     check(pool, kind, how, 20, plan({"cp": 2}, 20))

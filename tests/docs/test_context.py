@@ -63,6 +63,7 @@ def test_what_the_page_names_is_there():
     assert report(schedule) and callable(context_attention) and callable(run_dynamic)
     named = set(re.findall(r"`([a-z]+-[a-z-]+)`", PAGE.read_text(encoding="utf-8")))
     assert {code for code in named if (PAGE.parent / "errors" / f"{code}.md").exists()} == {
+        "bad-offsets",
         "context-heads",
         "flex-attention",
         "peers-out-of-reach",

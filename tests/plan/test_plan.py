@@ -94,3 +94,19 @@ def test_a_plan_needs_a_mesh():
     with pytest.raises(PlanError) as error:
         Plan.from_dict({"rules": []})
     assert error.value.code == "missing-key"
+
+
+def test_an_input_of_offsets_names_the_input_whose_sequence_it_cuts():
+    text = "mesh: {cp: 2}\ninputs:\n  x: {shape: [2, 8], dtype: int64}\n  cu: {shape: [3], dtype: int32, offsets: x}\n"
+    plan = Plan.from_yaml(text)
+    assert plan.inputs["cu"].offsets == "x" and Plan.from_yaml(plan.to_yaml()) == plan
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"dtype": "float32"}, {"shape": [3, 2]}, {"place": {"dp": "S(0)"}}, {"offsets": 3}], ids=str
+)
+def test_offsets_are_whole_integers(wrong):
+    given = {"shape": [3], "dtype": "int32", "offsets": "x", **wrong}
+    with pytest.raises(PlanError) as caught:
+        Plan.from_dict({"mesh": {"cp": 2}, "inputs": {"cu": given}})
+    assert caught.value.code == "bad-value"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from typing import Any
 
@@ -15,9 +16,10 @@ from meshplan.ops.attention import block as plain
 from meshplan.ops.attention.allgather import allgather_attention
 from meshplan.ops.attention.dropped import Dropped
 from meshplan.ops.attention.mask import Mask
+from meshplan.ops.attention.offsets import documents_of
 from meshplan.ops.attention.recognise import by_position
 from meshplan.ops.attention.ring import Ring, ring_attention
-from meshplan.ops.attention.sequence import Sequence
+from meshplan.ops.attention.sequence import Run, Sequence
 from meshplan.ops.attention.travel import TRANSPORTS
 from meshplan.ops.attention.ulysses import hybrid_attention, ulysses_attention
 from meshplan.ops.dropout import Runs
@@ -45,6 +47,8 @@ def context_attention(
     left: int | None = None,
     right: int | None = None,
     docs: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sees: Callable[[Run, Tensor], Tensor] | None = None,
     sink: Tensor | None = None,
     stream: Key | None = None,
     global_shape: Listing[int] | None = None,
@@ -74,6 +78,10 @@ def context_attention(
             of w, itself among them).
         docs: integer document of each position, negative for none: positions of different documents do not see each other. Whole
             in true order ([S] or [B, S]), or this rank's ([S/n] or [B, S/n]), which one more all_gather makes whole.
+        cu_seqlens: in place of `docs`, integer [documents + 1]: where each document begins in the whole sequence, from 0 on, and
+            where the last ends.
+        sees: in place of `attn_mask`, what makes one wherever a rank needs it: from some of these query heads (first, past the
+            last) and positions int64 [rows] of the whole sequence to boolean [B or 1, heads or 1, rows, S].
         sink: logit per head [H] that joins each row's denominator, and has no value.
         stream: key of the dropout stream.
         global_shape: [B, H, S, S] of the probabilities on one device; default: batch and heads of `query`.
@@ -90,20 +98,24 @@ def context_attention(
 
     Raises:
         PlanError: `context-shape`, `context-mask`, `attention-mask`, `attention-heads`, `context-heads`, `bad-dropout`,
-            `bad-value`.
+            `bad-offsets`, `bad-value`.
     """
     query, key, value, attn_mask = _as_autocast(query, key, value, attn_mask)
     _check(query, key, value, enable_gqa, group, sequence, sink)
     if equal_heads > 1:
         key, value = key[:, ::equal_heads], value[:, ::equal_heads]
     if is_causal:
-        if attn_mask is not None:
+        if attn_mask is not None or sees is not None:
             raise PlanError(
                 "attention got both attn_mask and is_causal",
                 code="attention-mask",
                 legal="one of them; torch refuses both",
             )
         right = 0 if right is None else min(right, 0)
+    if cu_seqlens is not None:
+        if docs is not None:
+            raise PlanError("attention got both docs and cu_seqlens", code="context-mask", legal="one of them")
+        docs = documents_of(cu_seqlens, sequence.size)
     mask = Mask(
         left,
         right,
@@ -111,9 +123,11 @@ def context_attention(
         _bias(attn_mask, query, sequence),
         sink,
         _dropped(dropout_p, stream, global_shape, offsets, query, sequence),
+        sees,
     )
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     if method in ("ring", "allgather"):  # where heads are exchanged, rows are first
+        mask = mask.shown((0, query.shape[1]), sequence.runs(group.rank), query.device)
         mask = by_position(mask, sequence.runs(group.rank), query.shape[0])
     if block is None:
         block = fastest_block(query.device.type, query.dtype, max(query.shape[-1], value.shape[-1]), scale)

@@ -52,18 +52,21 @@ class Exchange:
             return self.to_rows(dx.to(dtype))
         return self.to_rows(dx).unflatten(1, (heads, copies)).sum(2).to(dtype)
 
-    def mask(self, mask: Mask, heads: int) -> Mask:
+    def mask(self, mask: Mask, heads: int, device: torch.device) -> Mask:
         """`mask` as it is for this rank's share of `heads` query heads and all rows.
 
-        A bias costs one all_to_all of its rows if it has heads, one all_gather if it has none (rows that ranks share, none).
+        A bias costs one all_to_all of its rows if it has heads, one all_gather if it has none (rows that ranks share, none); what
+        is made where it is wanted costs nothing.
         """
         mine = heads // self.group.size
         dropped = None if mask.dropped is None else mask.dropped.of_heads(self.group.rank * mine, mine)
         sink = None if mask.sink is None else self.group.shard(mask.sink, 0)
-        bias = mask.bias
-        if bias is not None and self.group.size > 1:
-            bias = self._bias(bias)
-        return replace(mask, dropped=dropped, sink=sink, bias=bias)
+        if mask.sees is not None:
+            first = self.group.rank * mine
+            mask = mask.shown((first, first + mine), sorted(self.runs), device)
+        elif mask.bias is not None and self.group.size > 1:
+            mask = replace(mask, bias=self._bias(mask.bias))
+        return replace(mask, dropped=dropped, sink=sink)
 
     def bias_gradient(self, dbias: Tensor, like: Tensor) -> Tensor:
         """The gradient of a bias `like` a rank's, given that of what `mask` made of it: summed over the heads where it has none,

@@ -7,6 +7,7 @@ block mask is a way to compute that, and says nothing of its own.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.overrides import handle_torch_function
 
 from meshplan import compat
 from meshplan.ops.attention.mask_program import MaskProgram, is_identity, name_of, read_mask, refused
+from meshplan.ops.attention.sequence import Run
 from meshplan.ops.dropout import Runs
 
 
@@ -40,41 +42,67 @@ def flex_call(
     if compat.current_function_mode() is not None:
         given: tuple[Any, ...] = (query, key, value, program, scale, enable_gqa, *captured)
         return handle_torch_function(flex_call, (query, key, value, *captured), *given)  # type: ignore[no-any-return]
-    args = (query, key, value, program, scale, enable_gqa, *captured)
-    return F.scaled_dot_product_attention(**flex_as_masked(args))
+    seen = sees((query, program, captured), key.shape[2])
+    mask = None if seen is None else seen((0, query.shape[1]), torch.arange(query.shape[2], device=query.device))
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
 
 
-def flex_as_masked(
-    args: tuple[Any, ...], batch: int | Runs = 0, head: int | Runs = 0, rows: Tensor | None = None, columns: int | None = None
-) -> dict[str, Any]:  # fmt: skip
-    """The arguments of `scaled_dot_product_attention` that mean what `args` of `flex_call` mean on a rank.
+@dataclass(frozen=True)
+class Sees:
+    """What the mask function lets this rank's elements and heads see.
+
+    Attributes:
+        batch, heads: int64, the numbers that they have on one device; columns: of keys.
+    """
+
+    program: MaskProgram
+    captured: tuple[Tensor, ...]
+    batch: Tensor
+    heads: Tensor
+    columns: int
+
+    def __call__(self, heads: Run, rows: Tensor) -> Tensor:
+        """bool [B or 1, heads or 1, rows, columns]: of some of the heads, and queries at positions int64 [rows]."""
+        every = torch.arange(self.columns, device=rows.device)
+        return self.program.evaluate(self.captured, self.batch, self.heads[heads[0] : heads[1]], rows, every)
+
+
+def sees(
+    of: tuple[Tensor, MaskProgram | None, tuple[Tensor, ...]], columns: int, batch: int | Runs = 0, head: int | Runs = 0
+) -> Sees | None:
+    """What a rank's queries see; None for everything, and where nothing has a value.
 
     Arguments:
+        of: the query [B, H, Q, D], the mask function and what it captured.
+        columns: how many keys there are.
         batch, head: where the rank's elements and query heads begin among those of one device, or their runs.
-        rows: int64 [Q]: the positions of its queries; default: all from 0 on. columns: how many keys there are; default: those
-            at hand.
-
-    The mask is bool [B or 1, H or 1, Q, columns]; None for everything, and where nothing has a value.
     """
-    query, key, value, program, scale, enable_gqa, *captured = args
-    mask = None
-    if program is not None and not any(t.is_meta or compat.is_fake(t) for t in (query, *captured)):
-        device = query.device
-        # What counts no elements takes the rows of what it captured that are this rank's own.
-        elements = _numbers(batch if program.counts_batch else 0, query.shape[0], device)
-        heads = _numbers(head, query.shape[1], device)
-        rows = _numbers(0, query.shape[2], device) if rows is None else rows
-        every = _numbers(0, key.shape[2] if columns is None else columns, device)
-        mask = program.evaluate(captured, elements, heads, rows, every)
-    return {
-        "query": query, "key": key, "value": value, "attn_mask": mask, "scale": scale, "enable_gqa": enable_gqa,
-    }  # fmt: skip
+    query, program, captured = of
+    if program is None or any(t.is_meta or compat.is_fake(t) for t in (query, *captured)):
+        return None
+    # What counts no elements takes the rows of what it captured that are this rank's own.
+    elements = _numbers(batch if program.counts_batch else 0, query.shape[0], query.device)
+    return Sees(program, captured, elements, _numbers(head, query.shape[1], query.device), columns)
 
 
 def _numbers(at: int | Runs, size: int, device: torch.device) -> Tensor:
     """int64 [size]: the numbers from `at` on, or those of its runs."""
     runs = ((at, size),) if isinstance(at, int) else at
     return torch.cat([torch.arange(first, first + length, device=device) for first, length in runs])
+
+
+def flex_on_rank(
+    args: tuple[Any, ...], batch: int | Runs, head: int | Runs, columns: int | None = None
+) -> dict[str, Any]:
+    """The arguments of `flex_call` as those of `scaled_dot_product_attention`, with `sees` in the place of a mask.
+
+    Arguments:
+        batch, head: as in `sees`; columns: how many keys there are, by default those at hand.
+    """
+    query, key, value, program, scale, enable_gqa, *captured = args
+    every = key.shape[2] if columns is None else columns
+    seen = sees((query, program, tuple(captured)), every, batch, head)
+    return {"query": query, "key": key, "value": value, "sees": seen, "scale": scale, "enable_gqa": enable_gqa}
 
 
 def taken_whole() -> dict[str, Any]:

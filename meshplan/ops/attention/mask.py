@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ class Mask:
             the whole sequence in true order.
         sink: logit per head [H] that joins the denominator.
         dropped: dropout of the probabilities.
+        sees: in place of a bias, what makes a boolean one for any of these query heads (first, past the last) and positions
+            [rows] of the whole sequence; see `shown`.
     """
 
     left: int | None = None
@@ -34,6 +36,14 @@ class Mask:
     bias: Tensor | None = None
     sink: Tensor | None = None
     dropped: Dropped | None = None
+    sees: Callable[[Run, Tensor], Tensor] | None = None
+
+    def shown(self, heads: Run, runs: Sequence[Run], device: torch.device) -> Mask:
+        """This mask with what `sees` makes for `heads` and the rows at `runs` as its bias."""
+        if self.sees is None:
+            return self
+        rows = torch.cat([torch.arange(start, stop, device=device) for start, stop in runs])
+        return replace(self, bias=self.sees(heads, rows), sees=None)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class _Exchanged(torch.autograd.Function):
         exchange: Exchange,
     ) -> Tensor:
         with exactly(q.device):
-            mine = exchange.mask(replace(mask, bias=bias, sink=sink), q.shape[1])
+            mine = exchange.mask(replace(mask, bias=bias, sink=sink), q.shape[1], q.device)
             mine = by_position(mine, ring.sequence.runs(ring.group.rank), q.shape[0])
             heads = exchange.to_heads(q), exchange.keys_to_heads(k), exchange.keys_to_heads(v)
             kept = attend(*heads, mine, ring)
