@@ -109,7 +109,8 @@ def _one_device(use: Use, tensors: list[Tensor], cotangents: Sequence[Tensor | N
         own = use.replace
         if own and own.startswith(MARK):
             # Beside torch's operator, or with dropout, whose generator no rank could follow, our one-device one.
-            own = "attention_dropout" if kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) else None
+            drops = use.func is F.scaled_dot_product_attention and kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+            own = "attention_dropout" if drops else None
         if use.name in ("dropout", "scaled_dot_product_attention") and own:
             groups = SimulatedGroups(MeshSpec(((_AXIS, 1),)), 0)
             return _operator(replace(use, replace=own), tensors, [], (N,) * len(tensors), (N,), groups)(use.func, args, kwargs)

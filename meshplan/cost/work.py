@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshplan.ops.attention.flex import flex_call
+from meshplan.ops.attention.sinks import sink_attention
 from meshplan.ops.experts.call import experts_call
 
 Count = Callable[[Sequence[Tensor], Tensor, tuple[Any, ...]], float]
@@ -60,7 +61,7 @@ FLOPS: dict[Callable[..., Any], Count] = {
     torch.einsum: _einsum,
     torch.functional.einsum: _einsum,
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _convolution),
-    **dict.fromkeys((F.scaled_dot_product_attention, flex_call), _attention),
+    **dict.fromkeys((F.scaled_dot_product_attention, flex_call, sink_attention), _attention),
 }  # fmt: skip
 """FLOPs of the functions that are mostly arithmetic, by the shapes of their tensors: Korthikanti et al. 2022, appendix A,
 count a matrix product of m x k by k x n as 2mkn; causal attention is counted in full."""

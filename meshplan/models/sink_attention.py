@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from meshplan.models.rotary import rotate
+from meshplan.ops.attention.sinks import sink_attention
 
 
 class SinkAttention(nn.Module):
     """Causal attention whose softmax has one more score, learned for each head, that belongs to no key: a head may look
     at nothing (gpt-oss model card, section 2; StreamingLLM, Xiao et al. 2023). Projections have biases.
 
-    Written out and not as `scaled_dot_product_attention`, which has no sink. Head counts are read off the tensors.
+    By `sink_attention`, since `scaled_dot_product_attention` has no sink. Head counts are read off the tensors.
 
     Arguments:
         dim, n_heads, n_kv_heads, head_dim: width of the residual stream, heads, heads of keys, width of a head.
@@ -39,14 +40,10 @@ class SinkAttention(nn.Module):
         q = rotate(self.wq(x).view(batch, seq, -1, self.head_dim), cos, sin)
         k = rotate(self.wk(x).view(batch, seq, -1, self.head_dim), cos, sin)
         v = self.wv(x).view(batch, seq, -1, self.head_dim)
-        shared = q.shape[2] // k.shape[2]
-        k, v = k.repeat_interleave(shared, dim=2), v.repeat_interleave(shared, dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5
-        scores = scores.masked_fill(~self._seen(seq, x.device), float("-inf"))
-        sinks = self.sinks.view(1, -1, 1, 1).expand(batch, -1, seq, -1)
-        shares = torch.cat([scores, sinks.to(scores.dtype)], dim=-1).softmax(-1)[..., :-1]
-        return self.wo((shares @ v).transpose(1, 2).reshape(batch, seq, -1))
+        seen = self._seen(seq, x.device)
+        out = sink_attention(q, k, v, self.sinks, seen, scale=self.head_dim**-0.5, enable_gqa=True)
+        return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
 
     def _seen(self, seq: int, device: torch.device) -> Tensor:
         """Boolean [seq, seq]: which keys (dim 1) each query (dim 0) sees."""

@@ -154,6 +154,8 @@ def _context_attention(settings: Mapping[str, Any], groups: Groups, streams: Dro
             a = flex_on_rank(args, batch, head, order.size)
         else:
             a = _named(func, args, kwargs)
+        if "sinks" in a:
+            a["sink"] = a.pop("sinks")
         key = streams.key(module) if streams is not None and a.get("dropout_p") else 0
         return context_attention(
             **a, group=group, inner_group=inner, outer_group=outer, method=settings["method"], sequence=order, stream=key,

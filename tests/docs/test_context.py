@@ -65,6 +65,7 @@ def test_what_the_page_names_is_there():
     assert {code for code in named if (PAGE.parent / "errors" / f"{code}.md").exists()} == {
         "bad-offsets",
         "context-heads",
+        "context-unused",
         "flex-attention",
         "peers-out-of-reach",
     }

@@ -16,6 +16,7 @@ from meshplan.compiler.kinds import A, I, Kind, P
 from meshplan.compiler.rules import losses, samples, views
 from meshplan.compiler.rules.base import REP, Op, Rule, Strategy, broadcast, linear_in
 from meshplan.ops.attention.flex import flex_call
+from meshplan.ops.attention.sinks import sink_attention
 from meshplan.plan.placements import Shard
 
 
@@ -154,6 +155,34 @@ def _without_mask(op: Op) -> Op:
     return Op(op.name, (q, k, v, None, 0.0, False, scale, enable_gqa), {}, op.ins[:3], op.outs)
 
 
+def sinks(op: Op, n: int) -> list[Strategy]:
+    """sink_attention: as attention, where sinks go with the query heads; and rows of queries that see what a mask says of all
+    keys."""
+    plain = _without_sinks(op)
+    found = [_with_sinks(s, Shard(0) if s.outs[0] == Shard(1) else REP) for s in attention(plain, n)]
+    if not op.arg(5, "is_causal", False):
+        found += [Strategy((s.ins[0], REP, REP, *s.ins[3:]), s.outs) for s in sinks_over(op, "")]
+    return found
+
+
+def sinks_over(op: Op, operator: str) -> list[Strategy]:
+    """`attention_over` of sink_attention: every rank has the sinks of its heads."""
+    return [_with_sinks(s, REP) for s in attention_over(_without_sinks(op), operator)]
+
+
+def _without_sinks(op: Op) -> Op:
+    mask, is_causal, scale, enable_gqa = (op.arg(i, k, d) for i, k, d in _SINK_OPTIONS)
+    args = (*op.args[:3], mask, 0.0, is_causal, scale, enable_gqa)
+    return Op(op.name, args, {}, (*op.ins[:3], *op.ins[4:]), op.outs)
+
+
+_SINK_OPTIONS = ((4, "attn_mask", None), (5, "is_causal", False), (6, "scale", None), (7, "enable_gqa", False))
+
+
+def _with_sinks(s: Strategy, kind: Kind) -> Strategy:
+    return Strategy((*s.ins[:3], kind, *s.ins[3:]), s.outs, s.replace)
+
+
 def layer_norm(op: Op, n: int) -> list[Strategy]:
     """layer_norm and rms_norm: any dim before the normalised ones, with weight and bias replicated."""
     x = op.ins[0]
@@ -252,6 +281,7 @@ RULES: dict[Callable[..., Any], Rule] = {
     torch.functional.einsum: einsum,
     F.scaled_dot_product_attention: attention,
     flex_call: flex,
+    sink_attention: sinks,
     **dict.fromkeys((F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm), layer_norm),
     F.embedding: embedding,
     F.cross_entropy: cross_entropy,
@@ -267,7 +297,7 @@ RULES: dict[Callable[..., Any], Rule] = {
 LIKE = frozenset((_T.expand_as, _T.view_as, _T.reshape_as))
 """Views that take nothing but sizes from another tensor."""
 
-OVER = {F.scaled_dot_product_attention: attention_over, flex_call: flex_over}
+OVER = {F.scaled_dot_product_attention: attention_over, flex_call: flex_over, sink_attention: sinks_over}
 """The attention of a whole sequence that an operator of the plan's `context` can run."""
 # Argument names, so that keyword calls and positional calls are one op. `__rmatmul__(a, b)` is `b @ a`.
 SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {
@@ -282,6 +312,7 @@ SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {
         "scale",
         "enable_gqa",
     ),
+    sink_attention: ("query", "key", "value", "sinks", "attn_mask", "is_causal", "scale", "enable_gqa"),
     F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
     F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
     torch.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
