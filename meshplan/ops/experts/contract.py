@@ -99,15 +99,17 @@ class Even(NamedTuple):
     Attributes:
         counts: choices for each expert.
         unique: tokens with an expert on a rank, as far as it has that many choices.
+        k: choices that a token has at most.
     """
 
     counts: tuple[int, ...]
     unique: int
+    k: int
 
     @classmethod
     def of(cls, tokens: int, k: int, experts: int, ranks: int) -> Even:
         """Choices spread evenly; as many ranks a token as experts chosen at random have, in the mean."""
-        return cls(tuple(spread(tokens * k, experts)), round(tokens * (1 - (1 - 1 / ranks) ** k)))
+        return cls(tuple(spread(tokens * k, experts)), round(tokens * (1 - (1 - 1 / ranks) ** k)), k)
 
     def by_rank(self, ranks: int) -> list[list[int]]:
         """The counts of each rank's experts."""
@@ -115,5 +117,5 @@ class Even(NamedTuple):
         return [list(self.counts[i * local : (i + 1) * local]) for i in range(ranks)]
 
     def rows_by_rank(self, ranks: int) -> list[list[int]]:
-        """The same behind the number of tokens that go to the rank."""
-        return [[min(self.unique, sum(row)), *row] for row in self.by_rank(ranks)]
+        """The same behind the number of tokens that go to the rank: no more than choices, and no fewer than have as many."""
+        return [[max(min(self.unique, sum(row)), -(-sum(row) // self.k)), *row] for row in self.by_rank(ranks)]

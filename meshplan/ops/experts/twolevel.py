@@ -55,7 +55,7 @@ def twolevel_experts(x: Routing, job: Job, levels: Levels, dedup: bool = True) -
 
     def inside(arrived: Routing, own: list[int]) -> Tensor:
         unique = outer.size * Even.of(size, k, job.experts, job.group.size).unique
-        return alltoall_experts(arrived, node, dedup, lambda: Even(tuple(own), unique))
+        return alltoall_experts(arrived, node, dedup, lambda: Even(tuple(own), unique, k))
 
     # Ranks of a node tell each other their counts when rows have come; across nodes only numbers of rows are told.
     told = torch.empty((outer.size, 0), dtype=torch.int64, device=x.indices.device)

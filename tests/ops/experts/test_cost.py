@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshplan import compat
 from meshplan.errors import PlanError
+from meshplan.ops.experts.contract import Even
 from meshplan.ops.experts.cost import Routed, bytes_sent, collectives, expression, sends
 from meshplan.ops.experts.experts import routed_experts
 from meshplan.ops.experts.load import load_table
@@ -67,9 +68,7 @@ def said(method: str, routed: Routed, group: AxisGroup, **options: Any) -> list[
 
 def teller(lines: list[Line]) -> OnCall:
     """Writes down what abstract groups tell."""
-    return lambda op, group, x: lines.append(
-        (_phase(), op.removesuffix(UNEVEN), x.numel(), _bare(x.dtype))
-    )
+    return lambda op, group, x: lines.append((_phase(), op.removesuffix(UNEVEN), x.numel(), _bare(x.dtype)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,3 +215,11 @@ def test_load_is_counted_per_expert_and_rank():
     with pytest.raises(PlanError) as refusal:
         load_table([1, 2, 3], 2)
     assert refusal.value.code == "experts-split"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts", "ranks"), [(12, 1, 8, 2), (7, 2, 8, 4), (5, 3, 6, 2), (1, 1, 4, 4), (0, 2, 4, 2)]
+)
+def test_shape_only_ranks_are_told_of_no_more_choices_than_their_tokens_have(tokens, k, experts, ranks):
+    for rows, *counts in Even.of(tokens, k, experts, ranks).rows_by_rank(ranks):
+        assert sum(counts) <= k * rows and rows <= sum(counts)
