@@ -20,6 +20,7 @@ from meshplan.compiler.fsdp_cuts import (
     fsdp_cuts,
     fsdp_paths,
     kept_whole,
+    reached_apart,
     sharded_by_fsdp,
     sharded_experts,
 )
@@ -224,8 +225,13 @@ class Walk:
         core = self.core
         for how, plans in by_reduction(core).items():
             sizes = [(self._gradient_elements(p), p.dtype) for p in plans]
+            apart = reached_apart(core, plans)
+            if apart:
+                sizes.append((len(apart), plans[-1].dtype))
             data = [how.data] if core.spec.degree(*how.data) > 1 else []
-            for count, elements, dtype in bucket_sizes(sizes):
+            buckets = bucket_sizes(sizes)
+            for number, (tensors, elements, dtype) in enumerate(buckets):
+                count = tensors - (bool(apart) and number == len(buckets) - 1)
                 for axes in [*((a,) for a in how.sums), *data]:
                     label = group_label(core.spec, busy_axes(core.spec, axes))
                     yield Collective(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from meshplan.compiler.lowered import Core, ParamPlan
@@ -110,6 +111,11 @@ def by_reduction(core: Core) -> dict[Reduce, list[ParamPlan]]:
         if p.requires_grad and how != Reduce((), (), 1):
             found.setdefault(how, []).append(p)
     return found
+
+
+def reached_apart(core: Core, plans: Iterable[ParamPlan]) -> list[ParamPlan]:
+    """Of `plans`, those that a backward may reach on one rank and not on another: of experts that have their own."""
+    return [p for p in plans if p.requires_grad and core.experts is not None and p.name in core.experts.listed]
 
 
 def _cut(p: ParamPlan, core: Core, n: int) -> int | None:

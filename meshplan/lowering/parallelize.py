@@ -21,6 +21,7 @@ from meshplan.compiler.fsdp_cuts import (
     fsdp_cuts,
     fsdp_paths,
     kept_whole,
+    reached_apart,
     sharded_by_fsdp,
     sharded_experts,
 )
@@ -193,17 +194,17 @@ def _device_type(real: bool) -> str:
     return "cuda" if real and "nccl" in dist.get_backend() and torch.cuda.is_available() else "cpu"
 
 
+_GROUPS = ("rows", "classes", "tokens", "normed", "ep", "nodes", "node", "copies", "etp", "split")
+"""Settings of operators that name axes."""
+
+
 def _axes_sets(core: Core) -> list[tuple[str, ...]]:
     """Every set of axes whose flattened group the run will ask for."""
     sets: list[tuple[str, ...]] = [("dp_replicate", "dp_shard", "cp"), ("dp_shard", "cp"), ("cp",), ("tp",)]
     for edits in core.program.edits.values():
         for edit in edits.values():
             if edit.replacement:
-                sets += [
-                    v
-                    for k, v in edit.replacement.settings
-                    if k in ("rows", "classes", "tokens", "normed", "ep", "nodes", "node", "copies", "etp") and len(v) > 1
-                ]
+                sets += [v for k, v in edit.replacement.settings if k in _GROUPS and len(v) > 1]
     sets += [axes for axes in (expert_axes(core), *(how.data for how in by_reduction(core))) if len(axes) > 1]
     return list(dict.fromkeys(sets))
 
@@ -243,7 +244,8 @@ def reductions(params: Mapping[str, nn.Parameter], core: Core, groups: Groups) -
         # An expert without copies still is a mean over the data ranks: a group of one.
         data = groups.group(*how.data) if how.data else groups.alone() if how.divisor > 1 else None
         sums = tuple(groups.group(a) for a in how.sums)
-        out.append(Reduction(tuple(params[p.name] for p in many), sums, data, how.divisor))
+        apart = tuple(params[p.name] for p in reached_apart(core, many))
+        out.append(Reduction(tuple(params[p.name] for p in many), sums, data, how.divisor, apart))
     return out
 
 

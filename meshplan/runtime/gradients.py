@@ -29,12 +29,15 @@ class Reduction:
         sums: groups over which gradients are partial sums.
         means: group of the data ranks over which they are averaged, or None (FSDP does it, or there is one rank).
         divisor: what the sum over them is divided by; None is their number.
+        apart: those of `params` that a backward may reach on one rank and not on another. How many ranks did travels along: a
+            gradient that comes to zero was there nevertheless.
     """
 
     params: tuple[nn.Parameter, ...]
     sums: tuple[AxisGroup, ...]
     means: AxisGroup | None
     divisor: int | None = None
+    apart: tuple[nn.Parameter, ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -143,7 +146,11 @@ class Gradients:
     def _reduce(self, reduction: Reduction) -> None:
         # A parameter that this backward did not reach still takes part: other ranks may have reached it.
         missed = [p for p in reduction.params if p.requires_grad and p.grad is None]
+        apart = [p for p in reduction.apart if p.requires_grad]
+        came = [p.grad is not None for p in apart]
         grads = [_local(p) for p in reduction.params if p.requires_grad]
+        if apart:
+            grads.append(grads[-1].new_tensor(came))
         sizes = [(g.numel(), str(g.dtype).removeprefix("torch.")) for g in grads]
         at = 0
         for count, _, _ in bucket_sizes(sizes):
@@ -154,9 +161,10 @@ class Gradients:
             if reduction.means is not None:
                 flat = reduction.means.all_reduce(flat).div_(reduction.divisor or reduction.means.size)
             compat.unpack_into(bucket, flat)
+        reached = dict(zip(map(id, apart), grads[-1].tolist(), strict=True)) if apart and missed else {}
         for p in missed:
-            if not _local(p).any():  # no rank has: an optimizer leaves it alone, and does not let it decay
-                p.grad = None
+            if not (reached[id(p)] if id(p) in reached else _local(p).any()):
+                p.grad = None  # no rank has: an optimizer leaves it alone, and does not let it decay
 
 
 def _local(p: nn.Parameter) -> Tensor:

@@ -51,6 +51,21 @@ def test_a_mean_divides_by_the_ranks():
     assert p.grad is not None and torch.equal(p.grad, torch.full((2,), 3.0))
 
 
+class Beside(AxisGroup):
+    """A group of two, the other of which reached the first of two parameters, with a gradient of zeros, and not the second."""
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return x + torch.tensor([0, 0, 0, 0, 1.0, 1, 0])  # gradients of two, two and one numbers, then who reached the first two
+
+
+def test_a_gradient_that_comes_to_zero_is_there_and_one_that_no_rank_has_is_not():
+    a, b, c = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))
+    gradients = Gradients([Reduction((a, b, c), (), Beside("dp_shard", 2, 0), apart=(a, b))])
+    backward(c, gradients, 3.0)
+    assert a.grad is not None and torch.equal(a.grad, torch.zeros(2)) and b.grad is None
+    assert c.grad is not None and c.grad.item() == 2.0
+
+
 def test_nothing_is_reduced_while_deferred():
     p = nn.Parameter(torch.ones(2))
     gradients = Gradients([Reduction((p,), (Doubling("tp", 2, 0),), None)])
