@@ -213,7 +213,7 @@ class Calls(Redistributing, Arguments, Spared):
                 kind.need(want)
             elif t.requires_grad and kind != want:
                 tensors[j] = self._converted(t, k, want, rec, j, converts)
-        whole = Strategy((REP,) * len(tensors), (I,), INSIDE)
+        whole = Strategy((REP,) * len(tensors), (I,) * len(rec.outs), INSIDE)
         return Choice(whole, (None,) * len(tensors), whole.outs, 0.0)
 
     def _pieces_beside(self, tensors: list[Tensor], k: int) -> int:

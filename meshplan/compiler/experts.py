@@ -2,64 +2,41 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from meshplan.compiler.bind import Bound, BoundParam
-from meshplan.compiler.capture import Call
+from meshplan import compat
+from meshplan.compiler.bind import Bound
+from meshplan.compiler.capture import Call, Ref, Trace
 from meshplan.compiler.edits import Edit, Replacement
+from meshplan.compiler.experts_found import Found, block_at, experts_in
+from meshplan.compiler.kinds import Kind
 from meshplan.compiler.layout import Axis
 from meshplan.compiler.rules.base import REP, Strategy
 from meshplan.errors import PlanError
 from meshplan.mesh.expert_view import ExpertView, expert_view
 from meshplan.mesh.spec import MeshSpec, divisors
-from meshplan.ops.experts.call import MlpNames, Routed, routed_of
+from meshplan.ops.experts.block import Block, Law, block_call, tokens_of
+from meshplan.ops.experts.call import Routed, experts_call, routed_of
 from meshplan.plan.patterns import match, within
-from meshplan.plan.placements import Partial, Shard
+from meshplan.plan.placements import Shard
 from meshplan.plan.sections import Experts
 
 if TYPE_CHECKING:
     from meshplan.compiler.lowered import ParamPlan
 
+CALLS = (experts_call, block_call)
+"""The calls by which experts modules and blocks of experts are seen."""
 OPERATOR = "experts"
 """The semantic operator that routes tokens over the ranks of ep."""
+BLOCK = "experts_block"
+"""The one that runs a block of experts, and in it the former."""
 INSIDE = "experts:inside"
 """The same on an axis on which the tokens are whole: the operator shares them out, and gathers the results."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """One experts module.
-
-    Attributes:
-        path: where it is.
-        experts: how many it has.
-        packed: names of its parameters, each of which holds all experts along dim 0 and is split over ep; empty where each
-            expert has parameters of its own.
-        listed: these then. They are whole on every rank and used on the rank of their expert alone: a step that gives an expert
-            no token leaves it without a gradient, as on one device, which FSDP could not.
-        sizes: its attributes that count the experts.
-        inner: how etp splits each packed parameter, by its name in the module: a `Shard`, or `P` where its first rank alone
-            computes with it (a bias that a sum must not have twice); others are whole.
-        mlp: how it holds a gated MLP that the fused kernels can compute in its place.
-    """
-
-    path: str
-    experts: int
-    packed: tuple[str, ...]
-    listed: tuple[str, ...]
-    sizes: tuple[str, ...]
-    inner: tuple[tuple[str, Shard | Partial], ...] = ()
-    mlp: MlpNames | None = None
-
-    def inner_of(self, name: str) -> Shard | Partial | None:
-        """How etp splits the packed parameter `name` of the model."""
-        return dict(self.inner).get(name.rpartition(".")[2])
 
 
 @dataclass(frozen=True)
@@ -83,16 +60,23 @@ class ExpertsAt:
             view = expert_view(spec, section.ep, section.etp, section.inner or 1)
         except PlanError as error:
             raise error.at(section.source.where) from None
-        found = {f.path: f for path in bound.experts for f in experts_in(path, model, bound)}
+        known: dict[Any, Law] = {}
+        found = {f.path: f for path in bound.experts for f in experts_in(path, model, bound, known)}
         for number, pattern in enumerate(section.at):
-            if not any(within(f, path) for path in match(pattern, bound.experts) for f in found):
+            paths = match(pattern, bound.experts)
+            if not any(within(f, path) for path in paths for f in found):
+                alone = section.ep == 1 and section.etp == 1
+                named = {f.path: f for path in paths for f in block_at(path, model, bound, alone, known)}
+                found |= named
+                if named:
+                    continue
                 raise PlanError(
                     f"no experts were found in {pattern or 'the model'}: no module there takes (tokens, indices, weights) and "
-                    "holds as many equal parts of parameters", code="experts-not-found",
-                    where=section.source.child("at").child(number).where,
+                    "holds as many equal parts of parameters, and none holds a list of modules that are alike",
+                    code="experts-not-found", where=section.source.child("at").child(number).where,
                     legal="the MoE block or its experts module, whose forward(tokens [T, H], indices [T, k], weights [T, k]) "
                     "sums the weighted results of the experts; its parameters have an expert a row of dim 0, or it holds a "
-                    "module an expert",
+                    "module an expert; or a block that calls such modules itself, one by one; with ep: 1 any block",
                 )  # fmt: skip
         for f in found.values():
             if f.experts % section.ep:
@@ -100,6 +84,9 @@ class ExpertsAt:
                     f"{f.path} has {f.experts} experts, and experts.ep is {section.ep}", code="experts-split", module=f.path,
                     where=section.source.child("ep").where, legal="ep: " + ", ".join(map(str, divisors(f.experts))),
                 )  # fmt: skip
+        for f in found.values():
+            if f.block is not None:
+                refuse_inside(f, bound, spec, section.etp)
         return replace(bound, experts=tuple(found)), cls(view, found, section)
 
     @cached_property
@@ -137,18 +124,42 @@ class ExpertsAt:
             tokens, indices: of one device; ranks: over which they are split, by it or already.
         """
         found, etp = self.modules[module], self.view.axes("etp")
-        copies = tuple(leaf for axis in inside for leaf in self.view.spec.leaves(axis) if leaf not in etp)
         rows = -(-tokens.shape[0] // ranks) * self.view.degree("etp")
         sent = (rows, indices.shape[1], tokens.shape[1], str(tokens.dtype).removeprefix("torch."))
-        levels = self.view.levels if self.section.dispatch == "twolevel" else ((), ())
         return Replacement(
             OPERATOR,
             (
-                ("module", module), ("experts", found.experts), ("ep", self.view.axes("ep")),
-                ("dispatch", self.section.dispatch), ("nodes", levels[0]), ("node", levels[1]),
-                ("payload", self.section.payload), ("packed", bool(found.packed)), ("copies", copies), ("etp", etp),
-                ("etp_copies", "tp" in inside), ("equal", tokens.shape[0] % ranks == 0), ("sent", sent),
+                *self._dispatch(module, inside, sent), ("packed", bool(found.packed)), ("etp", etp),
+                ("etp_copies", "tp" in inside), ("equal", tokens.shape[0] % ranks == 0),
             ),
+        )  # fmt: skip
+
+    def block_replacement(
+        self, module: str, inside: tuple[str, ...], split: tuple[str, ...], law: Law, tokens: Tensor, ranks: int
+    ) -> Replacement:
+        """The operator that runs for the block at `module`.
+
+        Arguments:
+            inside: axes over which it shares out tokens; split: these and those on which ranks have tokens of their own.
+            law: of the block; tokens: of one device; ranks: over which they are split, by it or already.
+        """
+        rows = -(-tokens[..., 0].numel() * law.rows // ranks)
+        sent = (rows, 1, law.width, str(tokens.dtype).removeprefix("torch."))
+        own = tuple(leaf for axis in split for leaf in self.view.spec.leaves(axis))
+        return Replacement(BLOCK, (*self._dispatch(module, inside, sent), ("split", own)))
+
+    def _dispatch(
+        self, module: str, inside: tuple[str, ...], sent: tuple[int, int, int, str]
+    ) -> tuple[tuple[str, Any], ...]:
+        """The settings by which rows are sent to experts; `sent` says of a rank's how many, for how many experts each, of how
+        many numbers and in which dtype."""
+        experts, etp = self.modules[module].experts, self.view.axes("etp")
+        copies = tuple(leaf for axis in inside for leaf in self.view.spec.leaves(axis) if leaf not in etp)
+        levels = self.view.levels if self.section.dispatch == "twolevel" else ((), ())
+        return (
+            ("module", module), ("experts", experts), ("ep", self.view.axes("ep") if experts else ()),
+            ("dispatch", self.section.dispatch), ("nodes", levels[0]), ("node", levels[1]), ("payload", self.section.payload),
+            ("copies", copies), ("sent", sent),
         )  # fmt: skip
 
     def spread(self, plan: ParamPlan) -> ParamPlan:
@@ -181,63 +192,76 @@ class ExpertsAt:
                     module = model.get_submodule(path[len(prefix) :])
                 except AttributeError:  # in a layer that another stands for
                     continue
-                if routed_of(module) is None:
+                held = module.__dict__.get("_meshplan_forward", module.forward)  # of a model that is lowered already
+                if found.block is not None and not isinstance(held, Block):
+                    module.forward = Block(module, path, found.each, found.block)  # type: ignore[method-assign, assignment]
+                elif found.block is None and routed_of(module) is None:
                     module.forward = Routed(module, path, found.sizes, found.mlp)
 
 
-def experts_in(path: str, model: nn.Module, bound: Bound) -> list[Found]:
-    """The experts modules at `path` or below it."""
-    root = model.get_submodule(path)
-    found: list[Found] = []
-    for inner, module in root.named_modules():
-        here = ".".join(filter(None, (path, inner)))
-        if not any(within(here, f.path) for f in found) and _takes_three(module):
-            params = {name: p for name, p in bound.params.items() if within(name, here)}
-            experts = _count(module, here, params)
-            if experts:
-                packed = tuple(name for name in params if name.rpartition(".")[0] == here)
-                packed, listed = (packed, ()) if len(packed) == len(params) else ((), tuple(params))
-                counts = (k for k, v in module.__dict__.items() if type(v) is int and v == experts)
-                sizes = tuple(counts) if packed else ()
-                found.append(Found(here, experts, packed, listed, sizes))
+def strategies(call: Call, trace: Trace, degree: int) -> list[Strategy]:
+    """Tokens anywhere: each rank routes its own, whole experts are reached through ep, and parameters' gradients are summands.
+    `degree` ranks split a dim of a block's tokens where all its results are in stretches then."""
+    number = given_to(call)
+    rest = (REP,) * (len(call.ins) - number)
+    if call.func is experts_call:
+        return [Strategy((Shard(0), Shard(0), Shard(0), *rest), (Shard(0),), OPERATOR)]
+    law, tokens = law_of(call, trace)
+    found = []
+    for dim, size in enumerate(tokens.shape[:-1]):
+        outs = [m.split(dim, size % degree == 0) for m in law.made]
+        if None not in outs:
+            kinds: tuple[Kind, ...] = (*(Shard(dim),) * number, *rest)
+            found.append(Strategy(kinds, tuple(Shard(d) for d in outs if d is not None), OPERATOR))
     return found
 
 
-def _takes_three(module: nn.Module) -> bool:
-    try:
-        parameters = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(plain) == 3
+def law_of(call: Call, trace: Trace) -> tuple[Law, Tensor]:
+    """The law of the block that a recorded call runs, and its tokens on one device."""
+    leaves = [trace.values[x.value] if isinstance(x, Ref) else x for x in call.leaves]
+    (own, *arguments, _), _ = compat.unflatten(leaves, call.structure)
+    given, structure = compat.flatten(tuple(arguments))
+    return own.laws(given, structure), tokens_of(given, own.path)
 
 
-def _count(module: nn.Module, path: str, params: Mapping[str, BoundParam]) -> int:
-    """How many experts a module holds: the length of dim 0 of all its parameters, or its children that are alike; 0 if none."""
-    if not params:
-        return 0
-    if all(name.rpartition(".")[0] == path for name in params):
-        rows = {p.shape[0] if p.shape else 0 for p in params.values()}
-        return rows.pop() if len(rows) == 1 and max(len(p.shape) for p in params.values()) > 2 else 0
-    for children in (module, *module.children()):
-        alike = {tuple((name, tuple(p.shape)) for name, p in child.named_parameters()) for child in children.children()}
-        number = len(list(children.children()))
-        if len(alike) == 1 and number > 1 and () not in alike:
-            return number
-    return 0
+def given_to(call: Call) -> int:
+    """How many tensors experts, or a block of them, are given beside their parameters in a recorded call."""
+    if call.func is experts_call:
+        return 3
+    parameters = compat.unflatten(list(call.leaves), call.structure)[0][3]
+    return len(call.ins) - len(parameters)
 
 
-def strategies(call: Call) -> list[Strategy]:
-    """Tokens anywhere: each rank routes its own, whole experts are reached through ep, and parameters' gradients are summands."""
-    rest = (REP,) * (len(call.ins) - 3)
-    return [Strategy((Shard(0), Shard(0), Shard(0), *rest), (Shard(0),), OPERATOR)]
+def refuse_inside(f: Found, bound: Bound, spec: MeshSpec, etp: int) -> None:
+    """Raise PlanError `experts-split` where the plan splits, or places, what runs inside the block `f`: its code runs on a rank
+    as it is on one device, on fewer tokens."""
+    name = f.path or "the model"
+    legal = "no rule for it"
+    if etp > 1:
+        raise PlanError(
+            f"{name} calls its experts itself, and the plan splits each of them over etp {etp}", code="experts-split",
+            module=f.path, legal="etp: 1, or an experts module whose parameters have an expert a row of dim 0",
+        )  # fmt: skip
+    for p in bound.params.values():
+        split = [axis for axis, place in p.placements.items() if isinstance(place, Shard) and spec.degree(axis) > 1]
+        if split and within(p.name, f.path):
+            raise PlanError(
+                f"{name} calls its experts itself, with all of {p.name}, which the plan splits over {split[0]}",
+                code="experts-split", module=f.path, legal=legal,
+            )  # fmt: skip
+    for path, m in bound.modules.items():
+        if path != f.path and within(path, f.path) and (m.input or m.output):
+            raise PlanError(
+                f"{name} calls its experts itself, and the plan places what {path} in it is given or returns",
+                code="experts-split", module=f.path, legal=legal,
+            )  # fmt: skip
 
 
 def refuse_uncalled(bound: Bound, at: ExpertsAt | None, edits: Iterable[tuple[str, Edit]]) -> None:
     """Raise PlanError `experts-not-found` for experts that the model did not call."""
     if at is None:
         return
-    ran = {path for path, e in edits if e.replacement is not None and e.replacement.name == OPERATOR}
+    ran = {path for path, e in edits if e.replacement is not None and e.replacement.name in (OPERATOR, BLOCK)}
     for path in at.modules:
         if path not in ran:
             section = bound.plan.experts

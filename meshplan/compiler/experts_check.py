@@ -8,19 +8,19 @@ expert's numbers: expert e has those that begin e places on in one array.
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshplan.compiler.capture import Trace
-from meshplan.compiler.experts import ExpertsAt, Found
+from meshplan.compiler.experts import ExpertsAt
+from meshplan.compiler.experts_found import Found
+from meshplan.compiler.experts_kind import Kind, kind_of
 from meshplan.compiler.experts_mlp import mlp_of
 from meshplan.errors import PlanError
 from meshplan.ops.experts.call import Routed, experts_call
@@ -44,55 +44,28 @@ def check_experts(routed: ExpertsAt, model: nn.Module, trace: Trace, check: bool
     no split over etp was found.
     """
     view, checked, skipped = routed.view, dict(routed.modules), []
-    tried: dict[_Kind, Found | None] = {}
+    tried: dict[Kind, Found | None] = {}
     for call in trace.calls:
         if call.func is not experts_call or not (check or view.degree("etp") > 1):
             continue
         tokens, indices = (trace.values[v] for v in call.ins[:2])
         found, module = routed.modules[call.module], model.get_submodule(call.module)
         width, k = tokens.shape[1], indices.shape[1]
-        kind = (_kind(module), width, k, view.degree("ep"), view.degree("etp"), routed.section.dispatch == "fused")
+        kind = (kind_of(module), width, k, view.degree("ep"), view.degree("etp"), routed.section.dispatch == "fused")
         if kind not in _known:
             _known[kind] = _tried(found, module, *kind[1:])
         tried[kind[0]] = _known[kind]
         if _known[kind] is None:
             skipped.append(f"experts of {call.module} (it holds buffers without values)")
     for path, found in routed.modules.items():
-        one = tried.get(_kind(model.get_submodule(path)))
+        one = None if found.block is not None else tried.get(kind_of(model.get_submodule(path)))
         if one is not None:
             checked[path] = replace(found, sizes=one.sizes, inner=one.inner, mlp=one.mlp)
     return replace(routed, modules=checked), skipped
 
 
-_PLAIN = (int, float, bool, str, type(None), torch.dtype)
-
-_Kind = tuple[tuple[type, ...], str]
-
-_known: dict[tuple[_Kind, int, int, int, int, bool], Found | None] = {}
+_known: dict[tuple[Kind, int, int, int, int, bool], Found | None] = {}
 """Outcomes of this process: a second lowering, or one of other inputs, does not try again. What was refused is not kept."""
-
-
-def _kind(module: nn.Module) -> _Kind:
-    """Equal for modules that one trial answers for: classes, plain attributes, functions and buffers, inside too, and shapes of
-    parameters."""
-    made = [
-        (name, [(key, v if type(v) in _PLAIN else _code(v)) for key, v in sorted(m.__dict__.items())
-                if type(v) in _PLAIN or hasattr(v, "__qualname__")])
-        for name, m in module.named_modules()
-    ]  # fmt: skip
-    shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
-    held = hashlib.sha256(repr((made, shapes)).encode())
-    for name, b in module.named_buffers():
-        held.update(repr((name, tuple(b.shape), b.dtype, b.is_meta)).encode())
-        if not b.is_meta:
-            held.update(b.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return tuple(type(m) for m in module.modules()), held.hexdigest()
-
-
-def _code(function: Any) -> tuple[Any, ...]:
-    """What tells a function from others: two of one name may be made at different times."""
-    code = getattr(function, "__code__", None)
-    return function.__qualname__, code and (code.co_filename, code.co_firstlineno, code.co_code)
 
 
 def _tried(

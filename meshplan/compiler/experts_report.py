@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshplan.compiler.commgraph import local_param_shape
-from meshplan.compiler.experts import OPERATOR
+from meshplan.compiler.experts import BLOCK, OPERATOR
 from meshplan.compiler.lowered import Core
 from meshplan.errors import PlanError
 from meshplan.mesh.expert_view import VIEW
@@ -38,7 +38,7 @@ def experts_json(core: Core, rank: int, imbalance: float = 1.0) -> dict[str, Any
     sent = {
         edit.replacement.get("module"): edit.replacement.get("sent")
         for edits in core.program.edits.values() for edit in edits.values()
-        if edit.replacement is not None and edit.replacement.name == OPERATOR
+        if edit.replacement is not None and edit.replacement.name in (OPERATOR, BLOCK)
     }  # fmt: skip
     modules = []
     for path, found in routed.modules.items():

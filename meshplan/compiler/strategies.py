@@ -25,7 +25,7 @@ from meshplan.compiler.rules.base import MISSING, REP, Op, Strategy
 from meshplan.errors import PlanError
 from meshplan.mesh.build import Groups
 from meshplan.ops.attention.legal import check_heads, spared_heads
-from meshplan.ops.experts.call import experts_call
+from meshplan.ops.experts.block import block_call
 from meshplan.plan.placements import Mirrored, Shard
 from meshplan.runtime import replace
 from meshplan.runtime.comm import chunk_size
@@ -56,9 +56,9 @@ class Chooser:
         outs = len(rec.outs)
         whole = Strategy((REP,) * len(kinds), (REP,) * outs)
         tensors = [self.trace.values[v] for v in rec.ins]
-        if rec.func is experts_call:
-            return choose(experts.strategies(rec), kinds, tensors, params, degree)
         shards = degree // copies_of(kinds)
+        if rec.func in experts.CALLS:
+            return choose(experts.strategies(rec, self.trace, shards), kinds, tensors, params, degree)
         rule = semantic.RULES.get(rec.func)
         if rule is not None:
             op, order = self.semantic_op(rec)
@@ -80,7 +80,7 @@ class Chooser:
     def splits_whole(self, rec: Call, axis: Axis) -> bool:
         """Whether the operator in place of `rec` shares out its arguments over an axis on which all of them are whole: a token
         would be routed by each of its ranks otherwise. Raises PlanError `experts-tokens` where it could not."""
-        return rec.func is experts_call and self.routed is not None and self.routed.shares_out(rec, axis)
+        return rec.func in experts.CALLS and self.routed is not None and self.routed.shares_out(rec, axis)
 
     def semantic_op(self, rec: Call) -> tuple[Op, list[int]]:
         """`rec` with its arguments in signature order, and for each tensor its number in the call."""
@@ -129,10 +129,13 @@ class Chooser:
         self, rec: Call, names: set[str], chosen: dict[str, Strategy], axes: list[Axis]
     ) -> Replacement | None:
         """The semantic operator that must run in place of `rec`, with its settings; None where the call can stay."""
-        if rec.func is experts_call:
+        if rec.func in experts.CALLS:
             assert self.routed is not None
             inside = tuple(axis for axis, s in chosen.items() if s.replace == experts.INSIDE)
             ranks = math.prod(a.degree for a in axes if a.name in chosen)
+            if rec.func is block_call:
+                law, tokens = experts.law_of(rec, self.trace)
+                return self.routed.block_replacement(rec.module, inside, tuple(chosen), law, tokens, ranks)
             tokens, indices = (self.trace.values[v] for v in rec.ins[:2])
             return self.routed.replacement(rec.module, inside, tokens, indices, ranks)
         over = next(((axis, s) for axis, s in chosen.items() if s.replace and s.replace.startswith(MARK)), None)

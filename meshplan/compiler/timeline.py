@@ -228,8 +228,9 @@ class Timeline:
         self._standing.clear()
         self._live.clear()
 
-    def operator(self, call: Any, module: str, run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
-        """Run one semantic operator on `inputs` and note what it sends; its own backward is run on the result's like."""
+    def operator(self, call: Any, module: str, run: Callable[[], Any], inputs: Sequence[Tensor]) -> Any:
+        """Run one semantic operator on `inputs` and note what it sends; its own backward is run on the like of its result, or of
+        its results, all of one node."""
         self._heard.clear()
         start, self._last_saved = len(self.events), 0
         out = run()
@@ -237,8 +238,9 @@ class Timeline:
         self._heard.clear()
         self._first_read = None
         live = [t for t in inputs if t.requires_grad]
-        if out.requires_grad and live:
-            torch.autograd.grad(out, live, torch.empty_like(out), retain_graph=True, allow_unused=True)
+        made = [t for t in ([out] if isinstance(out, Tensor) else out) if t.requires_grad]
+        if made and live:
+            torch.autograd.grad(made, live, [torch.empty_like(t) for t in made], retain_graph=True, allow_unused=True)
         own = len(self._heard)
         first = own if self._first_read is None else self._first_read
         if live:  # where one input is made from another (a parameter of an earlier call), what is between them was heard too
@@ -247,12 +249,11 @@ class Timeline:
         back = tuple(self._heard[: 2 * own - len(self._heard)])
         # Before what it saved stands what was sent until then, which a recompute that ends there sends again; behind it what is
         # sent later, and in backward before anything saved is read.
-        saves = len(self.events) > start
+        saves, node = len(self.events) > start, made[0].grad_fn if made else None
         last, first = (last, min(first, len(back))) if saves else (len(forward), 0)
 
         def part(there: tuple[Sent, ...], home: tuple[Sent, ...]) -> Event:
-            live = out.requires_grad
-            return Event("operator", module, there, home, live, None, call.name, "", call.where, node=out.grad_fn)
+            return Event("operator", module, there, home, bool(made), None, call.name, "", call.where, node=node)
 
         self.events.insert(start, part(forward[:last], back[first:]))
         if forward[last:] or back[:first]:

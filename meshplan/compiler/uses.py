@@ -11,6 +11,7 @@ import torch
 from meshplan import compat
 from meshplan.compiler.capture import Call, Ref, Trace
 from meshplan.compiler.kinds import I, Kind, N, Pending, R, replicated
+from meshplan.ops.experts.block import block_call
 from meshplan.ops.experts.call import experts_call
 
 
@@ -80,8 +81,8 @@ class Use:
 def use_of(decided: Decided, k: int, degree: int, trace: Trace) -> Use | None:
     """The use of `decided` on axis number `k` of `degree` ranks; None where all of it is replicated there, and for experts."""
     call = decided.call
-    if call.func is experts_call:
-        return None  # a module, and not a function of its arguments: see experts_check.py
+    if call.func in (experts_call, block_call):
+        return None  # a module, and not a function of its arguments: see experts_check.py, experts_trial.py
     ins, outs = [t[k] for t in decided.ins], [t[k] for t in decided.outs]
     if all(map(replicated, ins)) and all(map(replicated, outs)):
         return None

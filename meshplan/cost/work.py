@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshplan.ops.attention.flex import flex_call
 from meshplan.ops.attention.sinks import sink_attention
+from meshplan.ops.experts.block import Block, Law
 from meshplan.ops.experts.call import experts_call
 
 Count = Callable[[Sequence[Tensor], Tensor, tuple[Any, ...]], float]
@@ -71,6 +72,16 @@ def flops(func: Callable[..., Any], args: tuple[Any, ...], ins: Sequence[Tensor]
     """FLOPs of a call forward; 0 for what moves or combines elements one by one."""
     count = FLOPS.get(func)
     return count(ins, outs[0], args) if count is not None and outs and ins else 0.0
+
+
+def block_flops(own: Block, law: Law, tokens: torch.Tensor) -> float:
+    """FLOPs of a block of experts forward: of its matrices, an expert's for each row that it is called with."""
+    number = tokens[..., 0].numel()
+    every, each = (sum(p.numel() for p in some if p.dim() > 1) for some in (
+        own.module.parameters(), (p for e in own.experts() for p in e.parameters()),
+    ))  # fmt: skip
+    share = law.rows / len(own.each) if own.each else 0.0
+    return 2.0 * number * (every - each + share * each)
 
 
 def touched(func: Callable[..., Any], ins: Sequence[Tensor], outs: Sequence[Tensor]) -> float:

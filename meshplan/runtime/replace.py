@@ -25,6 +25,8 @@ from meshplan.ops.cross_entropy import cross_entropy
 from meshplan.ops.dropout import DropoutStreams, Runs, dropout
 from meshplan.ops.dropout_attention import scaled_dot_product_attention
 from meshplan.ops.embedding import embedding
+from meshplan.ops.experts.block_run import Where, run_block
+from meshplan.ops.experts.contract import Body
 from meshplan.ops.experts.experts import dispatch_of, routed_experts
 from meshplan.ops.experts.layout import TokenLayout
 from meshplan.plan.placements import Shard, dealt, parts_inside
@@ -32,15 +34,15 @@ from meshplan.runtime.comm import AxisGroup, chunk_offset, chunk_sizes
 from meshplan.runtime.loads import observe
 from meshplan.runtime.windows import fused_body, opener
 
-Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def bind(name: str, settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
     """A function `(func, args, kwargs) -> Tensor` that stands for the torch call `func(*args, **kwargs)` on this rank.
 
     Arguments:
-        name: embedding, cross_entropy, split_norm, dropout, attention_dropout, context_attention, flex_attention or
-            experts.
+        name: embedding, cross_entropy, split_norm, dropout, attention_dropout, context_attention, flex_attention, experts or
+            experts_block.
         settings: the compiler's, see `Chooser.replacement`.
         groups: this rank's groups, real or abstract.
         streams: keys of the dropout calls; None while compiling, where no key matters.
@@ -177,35 +179,58 @@ def _flex_attention(settings: Mapping[str, Any], groups: Groups, streams: Dropou
     return run
 
 
-def _experts(settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
-    def over(key: str) -> AxisGroup:
-        return groups.group(*settings[key]) if settings[key] else groups.alone()
-
-    group, experts = over("ep"), settings["experts"]
-    levels = (over("nodes"), over("node"))
+def _dispatcher(settings: Mapping[str, Any], groups: Groups, etp: AxisGroup | None = None) -> Callable[..., Tensor]:
+    """`routed_experts` over the ranks of ep, by the way that the plan says."""
+    group, experts = _over(settings, groups, "ep"), settings["experts"]
+    levels = (_over(settings, groups, "nodes"), _over(settings, groups, "node"))
     window = opener(group, experts) if settings["dispatch"] == "fused" else None
+
+    def send(tokens: Tensor, indices: Tensor, weights: Tensor, body: Body, **more: Any) -> Tensor:
+        seen = partial(observe, settings["module"], experts=experts, group=group, etp=etp)
+        way = dispatch_of(settings["dispatch"], group.size, indices.shape[1])
+        if window is not None and group.name is None and not compat.is_fake(tokens):
+            way = {"dispatch": "alltoall", "dedup": True}  # simulated ranks: the same rows and sums, and no kernels
+        return routed_experts(
+            tokens, indices, weights, body, experts=experts, group=group,
+            levels=levels if way["dispatch"] == "twolevel" else None, payload=settings["payload"], window=window,
+            observe=None if compat.is_fake(tokens) else seen, **more, **way,
+        )  # fmt: skip
+
+    return send
+
+
+def _over(settings: Mapping[str, Any], groups: Groups, key: str) -> AxisGroup:
+    return groups.group(*settings[key]) if settings[key] else groups.alone()
+
+
+def _experts(settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
+    group, experts, etp = _over(settings, groups, "ep"), settings["experts"], _over(settings, groups, "etp")
     held = experts // group.size if settings["packed"] else experts
     # Experts that hold parameters of their own are all there, and numbered as in the model.
     first = 0 if settings["packed"] else group.rank * (experts // group.size)
     layout = TokenLayout(
-        copies=over("copies"), etp=over("etp"), etp_copies=settings["etp_copies"], equal=settings["equal"]
+        copies=_over(settings, groups, "copies"), etp=etp, etp_copies=settings["etp_copies"], equal=settings["equal"]
     )
+    send, fused = _dispatcher(settings, groups, etp), settings["dispatch"] == "fused"
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         own, tokens, indices, weights = args[:4]
-        seen = partial(observe, settings["module"], experts=experts, group=group, etp=layout.etp)
-        way = dispatch_of(settings["dispatch"], group.size, indices.shape[1])
-        if window is not None and group.name is None and not compat.is_fake(tokens):
-            way = {"dispatch": "alltoall", "dedup": True}  # simulated ranks: the same rows and sums, and no kernels
-        body = fused_body(own, held, first) if window is not None and not compat.is_fake(tokens) else own.body(held, first)
-        out = routed_experts(
-            tokens, indices, weights, body, experts=experts, group=group, layout=layout,
-            equal=settings["equal"], levels=levels if way["dispatch"] == "twolevel" else None, payload=settings["payload"],
-            window=window, observe=None if compat.is_fake(tokens) else seen,
-            meanwhile=None if own.early is None else own.early.meanwhile(), **way,
-        )  # fmt: skip
+        body = fused_body(own, held, first) if fused and not compat.is_fake(tokens) else own.body(held, first)
+        meanwhile = None if own.early is None else own.early.meanwhile()
+        out = send(tokens, indices, weights, body, layout=layout, equal=settings["equal"], meanwhile=meanwhile)
         # FSDP hooks a unit's result, which a view would lose to an operation in place.
         return out.clone() if out._is_view() else out
+
+    return run
+
+
+def _experts_block(settings: Mapping[str, Any], groups: Groups, streams: DropoutStreams | None) -> Run:
+    ep, copies, split = (_over(settings, groups, key) for key in ("ep", "copies", "split"))
+    where = Where(group=ep, copies=copies, split=split, dispatch=_dispatcher(settings, groups))
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        own, given, named = args[:3]
+        return run_block(own, given, named, where)
 
     return run
 
@@ -245,4 +270,5 @@ _BINDERS: dict[str, Callable[[Mapping[str, Any], Groups, DropoutStreams | None],
     "context_attention": _context_attention,
     "flex_attention": _flex_attention,
     "experts": _experts,
+    "experts_block": _experts_block,
 }

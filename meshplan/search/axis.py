@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from meshplan.compiler.experts import INSIDE
+from meshplan.compiler.experts import INSIDE, law_of
 from meshplan.compiler.kinds import I, Kind, P, R, replicated
 from meshplan.cost.machine import FREE, Cost, Link, Machine
-from meshplan.cost.work import flops, touched
+from meshplan.cost.work import block_flops, flops, touched
+from meshplan.ops.experts.block import block_call
 from meshplan.plan.placements import Shard
 from meshplan.search.moves import move_cost
 from meshplan.search.options import Option
@@ -223,7 +224,10 @@ class AxisProblem:
         ins, outs = [values[v].tensor for v in node.ins], [values[v].tensor for v in node.outs]
         args = tuple(x for x in node.call.leaves if isinstance(x, str))
         # Whatever dtype the example has, plans are for half precision on matrix units.
-        seconds = flops(node.call.func, args, ins, outs) / self.machine.flops
+        work = flops(node.call.func, args, ins, outs)
+        if node.call.func is block_call:
+            work = block_flops(node.call.leaves[0], *law_of(node.call, self.program.trace))
+        seconds = work / self.machine.flops
         seconds += touched(node.call.func, ins, outs) / self.machine.memory
         share = min(map(self.limits.share, node.outs), default=1.0)
         return share * seconds * (TRAINED if any(t.requires_grad for t in outs) else 1.0)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from meshplan.compiler.bind import bind
-from meshplan.compiler.experts import experts_in
+from meshplan.compiler.experts_found import experts_in
 from meshplan.errors import PlanError
 from meshplan.plan.patterns import generic
 from meshplan.plan.plan import Plan
@@ -26,7 +26,8 @@ def experts_section(model: nn.Module, given: Mapping[str, Any] | None) -> Expert
         found = dict.fromkeys(generic(f.path) for f in experts_in("", model, bind(Plan(mesh={}), model)))
         if not found:
             raise PlanError(
-                "the model has no module that takes (tokens, indices, weights) and holds as many equal parts of parameters",
+                "the model has no module that takes (tokens, indices, weights) and holds as many equal parts of parameters, and "
+                "none with a router beside a list of modules that are alike",
                 code="experts-not-found", legal="`at`: the modules that are experts",
             )  # fmt: skip
         given = {"at": tuple(found), **given}

@@ -9,14 +9,13 @@ from itertools import product
 from torch import Tensor
 
 from meshplan.compiler import aten, few_heads
-from meshplan.compiler.capture import Call
-from meshplan.compiler.experts import INSIDE, OPERATOR
+from meshplan.compiler.capture import Call, Trace
+from meshplan.compiler.experts import CALLS, INSIDE, given_to, strategies
 from meshplan.compiler.kinds import A, I, Kind, P, R, replicated
 from meshplan.compiler.layout import Axis
 from meshplan.compiler.rules import semantic
 from meshplan.compiler.rules.base import REP, Strategy, is_float
 from meshplan.compiler.strategies import Chooser, reordered
-from meshplan.ops.experts.call import experts_call
 from meshplan.plan.placements import Shard
 from meshplan.runtime.comm import AxisGroup
 from meshplan.search.program import Program
@@ -41,26 +40,24 @@ def options_of(program: Program, chooser: Chooser, degree: int) -> list[list[Opt
     found = []
     for node in program.nodes:
         grads = [program.values[v].grad for v in node.ins], [program.values[v].grad for v in node.outs]
-        routed = routed_options(node.call, *grads, degree)
+        routed = routed_options(node.call, chooser.trace, *grads, degree)
         found.append(routed or owned(_strategies(chooser, node.call, degree), *grads, degree))
     return found
 
 
-def routed_options(call: Call, ins: list[bool], outs: list[bool], degree: int) -> list[Option] | None:
+def routed_options(call: Call, trace: Trace, ins: list[bool], outs: list[bool], degree: int) -> list[Option] | None:
     """The ways to run a call of experts on one axis, None for any other call: on each rank's own tokens, or on tokens that are
     whole and that the operator shares out. Parameters are whole, and their gradients summands.
 
     Arguments:
         ins, outs: which of its tensors have a gradient.
     """
-    if call.func is not experts_call:
+    if call.func not in CALLS:
         return None
-    weights = tuple(R if grad else I for grad in ins[3:])
-    split = (Shard(0), Shard(0), Shard(0))
-    return [
-        Option((*split, *weights), (Shard(0),), 1 / degree, OPERATOR),
-        Option((I, I, I, *weights), (I,), 1 / degree, INSIDE),
-    ]
+    given = given_to(call)
+    weights = tuple(R if grad else I for grad in ins[given:])
+    found = [Option((*s.ins[:given], *weights), s.outs, 1 / degree, s.replace) for s in strategies(call, trace, degree)]
+    return [*found, Option((*(I,) * given, *weights), (I,) * len(outs), 1 / degree, INSIDE)]
 
 
 def owned(strategies: Sequence[Strategy], ins: list[bool], outs: list[bool], degree: int) -> list[Option]:

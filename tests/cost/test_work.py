@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshplan.cost.work import flops, touched
+import meshplan as mp
+from meshplan.cost.work import block_flops, flops, touched
+from meshplan.ops.experts.block import block_call
+from tests.distributed.moe_blocks import Looped, Masked
 
 
 def rand(*shape: int) -> torch.Tensor:
@@ -47,3 +50,19 @@ def test_views_touch_nothing_and_elementwise_calls_read_and_write():
     assert touched(torch.Tensor.view, [x], [x.view(15)]) == 0
     assert touched(F.gelu, [x], [F.gelu(x)]) == 2 * 15 * 4
     assert flops(F.gelu, (x,), [x], [F.gelu(x)]) == 0
+
+
+def plan_of_blocks() -> mp.Plan:
+    given = mp.Input(shape=(4, 6), dtype=torch.int64, place={"dp": mp.S(0)})
+    experts = {"at": ["layers.*.moe"], "ep": 2}
+    return mp.Plan(mesh={"dp_shard": 2}, inputs={"tokens": given, "labels": given}, experts=experts)
+
+
+def test_a_block_of_experts_multiplies_the_matrices_of_those_that_a_token_chose():
+    """Two of eight experts of three matrices of 12 x 10 each, a router of 8 x 12; 24 tokens."""
+    low = mp.lower(Looped(Masked, layers=1), plan_of_blocks(), 2)
+    (call,) = [d.call for d in low.core.program.decided if d.call.func is block_call]
+    own = call.leaves[0]
+    tokens = torch.empty(4, 6, 12, device="meta")
+    law = next(iter(own.laws.known.values()))
+    assert block_flops(own, law, tokens) == 2 * 24 * (8 * 12 + 2 * 3 * 12 * 10)

@@ -11,7 +11,10 @@ import torch
 
 import meshplan as mp
 from meshplan.verify.pool import RankPool
+from tests.distributed.moe_blocks import Counting
 from tests.distributed.test_experts import adamw, batch, made, plan
+from tests.distributed.test_experts_blocks import made as looped
+from tests.distributed.test_experts_blocks import plan as blocks
 from tests.distributed.training import full
 
 FSDP: dict[str, Any] = {"fsdp": {"units": ["layers.*"]}}
@@ -106,3 +109,11 @@ def _refused(given: mp.Plan) -> str:
 def test_ranks_without_kernels_are_refused_before_anything_is_sent(pool):
     for said in pool.run(_refused, PLANS["ep 2"], world=2):
         assert said.startswith("experts-fused: experts.dispatch is fused, and the ranks [0, 1] of dp_shard cannot")
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}])
+def test_rows_of_a_block_that_loops_over_its_experts_travel_so_too(interpreting, mesh):
+    given = blocks(mesh, experts={"ep": 2, "dispatch": "fused"}, **(FSDP if "dp_shard" in mesh else {}))
+    factory = functools.partial(looped, Counting, layers=1)
+    receipt = mp.verify(factory, given, nproc=2, inputs=batch, steps=2, optimizer=adamw)
+    assert receipt.passed, str(receipt)

@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 import torch
 from sympy.parsing.sympy_parser import convert_xor, implicit_multiplication, parse_expr, standard_transformations
-from torch import Tensor
+from torch import Tensor, nn
 
 import meshplan as mp
 from meshplan.ops.experts.cost import Routed, expression, sends
@@ -17,6 +17,7 @@ from meshplan.ops.experts.layout import TokenLayout
 from meshplan.ops.experts.layout_cost import sends_around
 from meshplan.ops.experts.payload import packed_width
 from meshplan.runtime.comm import AxisGroup
+from tests.distributed.moe_blocks import Looped, Masked
 from tests.distributed.test_expert_load import chosen
 from tests.distributed.test_experts import PLANS, batch, made
 
@@ -90,7 +91,7 @@ def test_formulas_of_layouts_are_counted():
 def _snippet() -> dict[str, Tensor]:
     torch.manual_seed(torch.distributed.get_rank())
     names: dict[str, Any] = {}
-    exec(SNIPPETS[1], names)
+    exec(SNIPPETS[2], names)
     return {name: names[name].detach() for name in ("tokens", "weights", "indices", "up", "down", "out")}
 
 
@@ -116,8 +117,24 @@ def test_the_report_of_a_step_counts_what_one_device_chooses(pool):
     assert [found["layers.1.experts"]["experts"] for found in pool.run(_counted, world=2)] == [want, want]
 
 
+def test_the_block_of_the_page_is_taken_as_it_stands():
+    names: dict[str, Any] = {"nn": nn, "torch": torch}
+    exec(SNIPPETS[1], names)
+    page = type("Page", (names["Block"], Masked), {})  # what it holds is that of Masked
+    x, model, want = torch.randn(2, 3, 12), page(), Masked()
+    want.load_state_dict(model.state_dict())
+    logits, chosen = model(x)[1], model(x)[1].topk(2, -1).indices
+    scale = logits.softmax(-1).gather(1, chosen).sum(-1)  # Masked divides by it
+    torch.testing.assert_close(model(x)[0].flatten(0, 1), want(x)[0].flatten(0, 1) * scale[:, None])
+    tokens = mp.Input(shape=(4, 6), dtype=torch.int64, place={"dp": mp.S(0)})
+    experts = {"at": ["layers.*.moe"], "ep": 2}
+    plan = mp.Plan(mesh={"dp_shard": 2}, inputs={"tokens": tokens, "labels": tokens}, experts=experts)
+    modules = mp.lower(Looped(page), plan, 2).to_json()["experts"]["modules"]
+    assert [m["module"] for m in modules] == ["layers.0.moe", "layers.1.moe"]
+
+
 def test_the_table_is_what_is_printed(capsys):
-    exec(SNIPPETS[2], {})
+    exec(SNIPPETS[3], {})
     assert capsys.readouterr().out == re.search(r"```text\n(.*?)```", PAGE, re.S)[1]
 
 

@@ -76,3 +76,42 @@ def test_two_steps_are_those_of_one_device(name):
         ranks *= n
     receipt = mp.verify(partial(made, name), plan, nproc=ranks, inputs=batch, steps=2, rtol=1e-5)
     assert receipt.passed, str(receipt)
+
+
+BLOCKS: dict[str, tuple[Any, str]] = {
+    "Dbrx": (
+        partial(
+            transformers.DbrxConfig, d_model=32, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=61, pad_token_id=0,
+            attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+            ffn_config={"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+        ),
+        "transformer.blocks.*.ffn",
+    ),
+    "LongcatFlash": (
+        partial(
+            transformers.LongcatFlashConfig, hidden_size=32, ffn_hidden_size=24, expert_ffn_hidden_size=12, num_layers=2,
+            num_attention_heads=4, head_dim=4, vocab_size=61, n_routed_experts=4, zero_expert_num=2, moe_topk=2, pad_token_id=0,
+            **LATENT,
+        ),
+        "model.layers.*.mlp",
+    ),
+}  # fmt: skip
+
+
+def looped(name: str) -> nn.Module:
+    """Their experts read the routing on the host, and hold all experts in parameters that ep could not split."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        BLOCKS[name][0](), attn_implementation="eager", experts_implementation="eager"
+    )
+    for key, p in model.named_parameters():
+        nn.init.normal_(p, 1.0 if "norm" in key else 0.0, 0.2)
+    return model.double()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_whose_experts_are_all_on_every_rank_need_no_tracing(name):
+    experts = {"at": [BLOCKS[name][1]], "ep": 1}
+    plan = mp.auto_plan(looped(name), {"dp_shard": 2}, batch(), experts=experts)
+    receipt = mp.verify(partial(looped, name), plan, nproc=2, inputs=batch, steps=2, rtol=1e-5)
+    assert receipt.passed, str(receipt)
