@@ -8,17 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshplan.ops.experts.block import Block
+from meshplan.ops.experts.call import Routed
+
 PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 Kind = tuple[tuple[type, ...], str]
 
 
 def kind_of(module: nn.Module) -> Kind:
-    """Equal for modules that one trial answers for: classes, plain attributes, functions and buffers, inside too, and shapes of
+    """Equal for modules that one trial answers for: classes, attributes, functions and buffers, inside too, and shapes of
     parameters."""
     made = [
-        (name, [(key, v if type(v) in PLAIN else _code(v)) for key, v in sorted(m.__dict__.items())
-                if type(v) in PLAIN or hasattr(v, "__qualname__")])
+        (name, [(key, _said(v)) for key, v in sorted(m.__dict__.items()) if key not in _OWN])
         for name, m in module.named_modules()
     ]  # fmt: skip
     shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
@@ -34,6 +36,26 @@ def alike(module: nn.Module) -> Kind:
     """Equal for modules of the same classes and shapes of parameters, which their numbers alone may tell apart."""
     shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
     return tuple(type(m) for m in module.modules()), repr(shapes)
+
+
+_OWN = frozenset(nn.Module().__dict__)
+"""What every module has."""
+
+_alive: dict[int, Any] = {}
+"""Objects that only their address tells from others, kept so that no other gets it."""
+
+
+def _said(value: Any) -> Any:
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, (Routed, Block)):
+        return "the module's own code"  # called as one operator, while experts are lowered
+    if hasattr(value, "__qualname__"):
+        return _code(value)
+    text = repr(vars(value)) if hasattr(value, "__dict__") else repr(value)
+    if " at 0x" in text:
+        _alive[id(value)] = value
+    return type(value).__qualname__, text
 
 
 def _code(function: Any) -> tuple[Any, ...]:

@@ -232,3 +232,25 @@ def test_modules_that_differ_in_a_function_are_tried_apart():
     with pytest.raises(mp.PlanError) as caught:
         lowered(model, {"dp_shard": 2}, {"at": ["layers.*"], "ep": 2})
     assert caught.value.code == "experts-contract"
+
+
+def test_modules_that_differ_in_what_a_config_says_are_tried_apart():
+    class Config:
+        def __init__(self, power: float) -> None:
+            self.power = power
+
+    class Configured(Experts):
+        def __init__(self, experts: int, width: int, inner: int) -> None:
+            super().__init__(experts, width, inner)
+            self.config = Config(1.0)
+
+        def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            return super().forward(x, chosen, weights**self.config.power)
+
+    model = Moe(Configured)
+    lowered(model, {"dp_shard": 2}, {"at": ["layers.*"], "ep": 2})
+    for layer in model.layers:
+        layer.experts.config.power = 2.0
+    with pytest.raises(mp.PlanError) as caught:
+        lowered(model, {"dp_shard": 2}, {"at": ["layers.*"], "ep": 2})
+    assert caught.value.code == "experts-contract"
