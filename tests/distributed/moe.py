@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -64,6 +66,22 @@ class Block(nn.Module):
         scores, chosen = (self.router(tokens) + self.skew).softmax(-1).topk(self.k, -1)
         routed = self.experts(tokens, chosen, scores / scores.sum(-1, keepdim=True))
         return x + routed.view(*x.shape[:-1], -1) + self.shared(y)
+
+
+class Tower(nn.Module):
+    """Two blocks that `block` makes between an embedding and a head; returns the loss of next tokens, given as labels."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layers = nn.ModuleList(block() for _ in range(2))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
 class Moe(nn.Module):

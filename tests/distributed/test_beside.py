@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import meshplan as mp
 from meshplan.ops.experts.legs import Leg
-from tests.distributed.moe import EXPERTS, VOCAB, WIDTH, Experts
+from tests.distributed.moe import EXPERTS, WIDTH, Experts, Tower
 from tests.distributed.test_experts import FSDP, SEQUENCE, adamw, batch, plan
 
 S = mp.S
@@ -67,18 +67,8 @@ class Block(nn.Module):
         return x + out + self.shared(x if not self.late else x * 1.0)
 
 
-class Model(nn.Module):
-    def __init__(self, given: str = "input", p: float = 0.25) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.layers = nn.ModuleList(Block(given, p) for _ in range(2))
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+def made(given: str = "input", p: float = 0.25) -> nn.Module:
+    return Tower(functools.partial(Block, given, p))
 
 
 PLANS = {
@@ -99,7 +89,7 @@ def test_a_recompute_begins_where_it_was_listed_to_begin(pool, dispatch, given):
     recomputed = plan(
         {"dp_shard": 2}, experts={"ep": 2, "dispatch": dispatch}, recompute={"units": ["layers.*"], "policy": "full"}
     )
-    receipt = mp.verify(functools.partial(Model, given), recomputed, nproc=2, inputs=batch, steps=1, optimizer=adamw)
+    receipt = mp.verify(functools.partial(made, given), recomputed, nproc=2, inputs=batch, steps=1, optimizer=adamw)
     assert receipt.passed, str(receipt)
 
 
@@ -108,14 +98,14 @@ def test_a_recompute_begins_where_it_was_listed_to_begin(pool, dispatch, given):
 def test_dropout_and_gradients_are_those_of_one_device(pool, case, given):
     n = functools.reduce(int.__mul__, PLANS[case].mesh.values())
     receipt = mp.verify(
-        functools.partial(Model, given), PLANS[case], nproc=n, inputs=batch, steps=2, optimizer=adamw
+        functools.partial(made, given), PLANS[case], nproc=n, inputs=batch, steps=2, optimizer=adamw
     )
     assert receipt.passed, str(receipt)
 
 
 def _order(given: str, overlap: bool = True, hooked: bool = False) -> list[list[str]]:
     """What happens in the first and in the second forward of a block, and in a backward."""
-    model = mp.parallelize(Model(given), plan({"dp_shard": 2}, experts={"ep": 2, "dispatch": "alltoall", "overlap": overlap}))
+    model = mp.parallelize(made(given), plan({"dp_shard": 2}, experts={"ep": 2, "dispatch": "alltoall", "overlap": overlap}))
     if hooked:
         model.layers[0].shared.register_forward_hook(lambda *_: LOG.append("hook"))
     local, found = mp.shard_batch(model, batch()), []
@@ -159,13 +149,13 @@ def test_shared_experts_that_send_something_stay_where_they_are():
         mp.Rule("layers.*.shared.down", use="rowwise"),
     )
     split = plan({"dp_shard": 2, "tp": 2}, rules, experts={"ep": 2})
-    assert mp.lower(Model(p=0.0), split, 4).core.program.beside == ()
+    assert mp.lower(made(p=0.0), split, 4).core.program.beside == ()
     whole = plan({"dp_shard": 2, "tp": 2}, experts={"ep": 2})
-    assert [b.module for b in mp.lower(Model(p=0.0), whole, 4).core.program.beside] == ["layers.0.shared", "layers.1.shared"]
+    assert [b.module for b in mp.lower(made(p=0.0), whole, 4).core.program.beside] == ["layers.0.shared", "layers.1.shared"]
 
 
 def _changed() -> str:
-    model = mp.parallelize(Model(), plan({"dp_shard": 2}, experts={"ep": 2}))
+    model = mp.parallelize(made(), plan({"dp_shard": 2}, experts={"ep": 2}))
     local = mp.shard_batch(model, batch())
     for _ in range(2):
         model(**local).backward()

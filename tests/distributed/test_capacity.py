@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshplan as mp
-from tests.distributed.moe import EXPERTS, VOCAB, WIDTH, Experts
+from tests.distributed.moe import EXPERTS, WIDTH, Experts, Tower
 from tests.distributed.test_experts import FSDP, SEQUENCE, adamw, batch, plan
 
 
@@ -41,18 +41,8 @@ class Block(nn.Module):
         return torch.zeros_like(table).scatter(0, best, 1.0).gather(1, chosen)
 
 
-class Model(nn.Module):
-    def __init__(self, policy: str, factor: float = 1.0) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.layers = nn.ModuleList(Block(policy, factor) for _ in range(2))
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+def made(policy: str, factor: float = 1.0) -> nn.Module:
+    return Tower(functools.partial(Block, policy, factor))
 
 
 PLANS = {
@@ -76,10 +66,10 @@ def test_what_is_dropped_is_what_one_device_drops(pool, case, policy):
     code = REFUSED.get((policy, case))
     if code is not None:
         with pytest.raises(mp.PlanError) as caught:
-            mp.lower(Model(policy), given, n)
+            mp.lower(made(policy), given, n)
         assert caught.value.code == code
         return
-    receipt = mp.verify(functools.partial(Model, policy), given, nproc=n, inputs=batch, steps=2, optimizer=adamw)
+    receipt = mp.verify(functools.partial(made, policy), given, nproc=n, inputs=batch, steps=2, optimizer=adamw)
     assert receipt.passed, str(receipt)
 
 
@@ -87,5 +77,5 @@ def test_something_is_dropped():
     losses: dict[Any, float] = {}
     for policy in ("position", "score"):
         for factor in (1.0, 8.0):
-            losses[policy, factor] = Model(policy, factor).double()(**batch()).item()
+            losses[policy, factor] = made(policy, factor).double()(**batch()).item()
     assert losses["position", 8.0] == pytest.approx(losses["score", 8.0]) and len(set(losses.values())) > 2

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshplan as mp
-from tests.distributed.moe import EXPERTS, VOCAB, WIDTH
+from tests.distributed.moe import EXPERTS, WIDTH, Tower
 from tests.distributed.test_experts import FSDP, SEQUENCE, adamw, batch
 
 S = mp.S
@@ -34,18 +34,8 @@ class Chooses(nn.Module):
         return x + torch.zeros_like(tokens).index_add(0, taken.flatten(), y.flatten(0, 1)).view_as(x)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.layers = nn.ModuleList(Chooses() for _ in range(2))
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+def made() -> nn.Module:
+    return Tower(Chooses)
 
 
 SPLIT = (mp.Rule("layers.*", params={"up": {"tp": S(0)}, "down": {"tp": S(0)}}),)
@@ -71,5 +61,5 @@ PLANS = {
 def test_each_expert_takes_its_best_tokens_of_the_whole_batch(pool, case):
     given = PLANS[case]
     n = functools.reduce(int.__mul__, given.mesh.values())
-    receipt = mp.verify(Model, given, nproc=n, inputs=batch, steps=2, optimizer=adamw)
+    receipt = mp.verify(made, given, nproc=n, inputs=batch, steps=2, optimizer=adamw)
     assert receipt.passed, str(receipt)
