@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -136,6 +137,19 @@ def new_dtensor(local: torch.Tensor, spec: Any) -> Any:
     """A DTensor of `local` laid out as `spec` (a `DTensorSpec`), without gradient. Unlike a call of the class it skips
     an `__init__` that does nothing, behind a dynamo guard that does something (torch 2.11 to 2.13)."""
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def full_tensor(x: Any) -> torch.Tensor:
+    """`x.full_tensor()` of a DTensor, without gradient. torch 2.11 takes every `_StridedShard` for an order of mesh axes, and
+    refuses one beside a `Shard` of another dim; it is told there that pieces of a dim are meant
+    (private `DTensorSpec.use_strided_shard_as_shard_order`, torch 2.11 to 2.13)."""
+    try:
+        return x.full_tensor()  # type: ignore[no-any-return]
+    except ValueError as error:
+        if "use_strided_shard_as_shard_order" not in str(error):
+            raise
+        spec = dataclasses.replace(x._spec, use_strided_shard_as_shard_order=False)
+        return new_dtensor(x.to_local().detach(), spec).full_tensor()  # type: ignore[no-any-return]
 
 
 def is_strided_shard(placement: Any) -> bool:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshplan.compat import quiet_redistribution
+from meshplan.compat import full_tensor, quiet_redistribution
 from meshplan.errors import PlanError
 from meshplan.mesh.spec import MeshSpec
 from meshplan.plan.placements import Shard
@@ -167,7 +167,7 @@ def _full(x: Tensor) -> Tensor:
     if not isinstance(x, DTensor):
         return x.detach()
     with quiet_redistribution():
-        return x.full_tensor()
+        return full_tensor(x)
 
 
 def _local(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshplan as mp
+from meshplan import compat
 from meshplan.verify.rank import part
 from meshplan.verify.reference import digest, named_parameters
 from tests.distributed.models import BATCH, SEQ, VOCAB
@@ -123,7 +124,7 @@ def _left(model: nn.Module, losses: list[float], norms: list[float]) -> Trained:
 @torch.no_grad()
 def full(x: Tensor) -> Tensor:
     """The whole tensor, detached."""
-    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+    return (compat.full_tensor(x) if isinstance(x, DTensor) else x).detach().clone()
 
 
 def apart(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
