@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import meshplan as mp
+from tests.covering import covering
 from tests.distributed.moe_blocks import EXPERTS, Counting, Looped, Masked, Sorted
 from tests.distributed.test_experts import FSDP, SEQUENCE, adamw, batch
 from tests.distributed.training import apart, built, full, on_this_rank, one_device
@@ -55,8 +56,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("kind", [Masked, Counting, Sorted])
-@pytest.mark.parametrize("case", PLANS)
+@pytest.mark.parametrize(("case", "kind"), covering(PLANS, [Masked, Counting, Sorted]))
 def test_two_steps_with_weight_decay_are_those_of_one_device(case, kind):
     given = PLANS[case]
     n = functools.reduce(int.__mul__, given.mesh.values())
@@ -72,8 +72,7 @@ ROUTINGS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [Masked, Counting, Sorted])
-@pytest.mark.parametrize("case", ROUTINGS)
+@pytest.mark.parametrize(("case", "kind"), covering(ROUTINGS, [Masked, Counting, Sorted]))
 def test_any_routing_is_exact(case, kind):
     options, shape = ROUTINGS[case]
     given = plan({"tp": 2}, experts={"ep": 2})

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import meshplan as mp
+from tests.covering import covering
 
 pytestmark = pytest.mark.usefixtures("pool")
 S = mp.S
@@ -121,17 +122,18 @@ def check(pool: Any, kind: str, how: str, length: int, given: mp.Plan) -> None:
             assert torch.allclose(found[name], wanted, rtol=0, atol=1e-13), name
 
 
-@pytest.mark.parametrize("kind", ["causal", "window", "documents", "prefix", "late", "heads", "batch", "blind"])
-@pytest.mark.parametrize(
-    ("method", "balance", "length"),
-    [("ring", "zigzag", 20), ("ring", "contiguous", 22), ("allgather", "zigzag", 20), ("ulysses", "contiguous", 26)],
-)
-def test_every_mask_is_exact_over_a_split_sequence(pool, kind, method, balance, length):
+KINDS = ["causal", "window", "documents", "prefix", "late", "heads", "batch", "blind"]
+WAYS = [("ring", "zigzag", 20), ("ring", "contiguous", 22), ("allgather", "zigzag", 20), ("ulysses", "contiguous", 26)]
+MESHES = [{"tp": 2}, {"dp_shard": 2}, {"cp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}]
+
+
+@pytest.mark.parametrize(("kind", "way"), covering(KINDS, WAYS, 2))
+def test_every_mask_is_exact_over_a_split_sequence(pool, kind, way):
+    method, balance, length = way
     check(pool, kind, "call", length, plan({"cp": 2}, length, method, balance))
 
 
-@pytest.mark.parametrize("kind", ["documents", "late", "heads", "batch"])
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2}, {"cp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}])
+@pytest.mark.parametrize(("kind", "mesh"), covering(["documents", "late", "heads", "batch"], MESHES, 2))
 def test_every_mask_is_exact_beside_split_heads_and_batches(pool, kind, mesh):
     check(pool, kind, "call", 20, plan(mesh, 20))
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import meshplan as mp
+from tests.covering import covering
 
 pytestmark = pytest.mark.usefixtures("pool")
 S = mp.S
@@ -59,19 +60,19 @@ def plan(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("flex", [False, True], ids=["tensor", "function"])
-@pytest.mark.parametrize(
-    ("mesh", "length", "method", "balance"),
-    [
-        ({"cp": 2}, 20, "ring", "zigzag"),
-        ({"cp": 2}, 22, "ring", "contiguous"),
-        ({"cp": 2}, 20, "allgather", "zigzag"),
-        ({"cp": 2}, 26, "ulysses", "contiguous"),
-        ({"dp_shard": 2, "cp": 2}, 22, "allgather", "contiguous"),
-        ({"cp": 2, "tp": 2}, 20, "ring", "zigzag"),
-    ],
-)
-def test_documents_of_unequal_lengths_are_exact(flex, mesh, length, method, balance):
+WAYS = [
+    ({"cp": 2}, 20, "ring", "zigzag"),
+    ({"cp": 2}, 22, "ring", "contiguous"),
+    ({"cp": 2}, 20, "allgather", "zigzag"),
+    ({"cp": 2}, 26, "ulysses", "contiguous"),
+    ({"dp_shard": 2, "cp": 2}, 22, "allgather", "contiguous"),
+    ({"cp": 2, "tp": 2}, 20, "ring", "zigzag"),
+]
+
+
+@pytest.mark.parametrize(("way", "flex"), covering(WAYS, [False, True]))
+def test_documents_of_unequal_lengths_are_exact(way, flex):
+    mesh, length, method, balance = way
     """verify draws the offsets: five documents of which some end inside a rank's stretch."""
     n = functools.reduce(int.__mul__, mesh.values())
     receipt = mp.verify(functools.partial(Packed, flex), plan(mesh, length, method, balance), nproc=n)

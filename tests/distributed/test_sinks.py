@@ -14,6 +14,7 @@ import meshplan as mp
 from meshplan.models.rotary import Rotary
 from meshplan.models.sink_attention import SinkAttention
 from meshplan.ops.attention.sinks import sink_attention
+from tests.covering import covering
 
 pytestmark = pytest.mark.usefixtures("pool")
 S = mp.S
@@ -46,22 +47,22 @@ def plan(mesh: dict[str, int], length: int, method: str | None, balance: str = "
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize(
-    ("mesh", "length", "method", "balance"),
-    [
-        ({"cp": 2}, 20, "ring", "zigzag"),
-        ({"cp": 2}, 22, "ring", "contiguous"),
-        ({"cp": 2}, 22, "allgather", "contiguous"),
-        ({"cp": 2}, 26, "ulysses", "contiguous"),
-        ({"cp": 4}, 24, "hybrid", "zigzag"),
-        ({"cp": 2, "tp": 2}, 20, "ring", "zigzag"),
-        ({"dp_shard": 2, "cp": 2}, 20, "ulysses", "zigzag"),
-        ({"cp": 2}, 22, None, ""),
-        ({"tp": 2}, 7, None, ""),
-    ],
-)
-def test_sinks_and_their_gradients_are_those_of_one_device(window, mesh, length, method, balance):
+WAYS = [
+    ({"cp": 2}, 20, "ring", "zigzag"),
+    ({"cp": 2}, 22, "ring", "contiguous"),
+    ({"cp": 2}, 22, "allgather", "contiguous"),
+    ({"cp": 2}, 26, "ulysses", "contiguous"),
+    ({"cp": 4}, 24, "hybrid", "zigzag"),
+    ({"cp": 2, "tp": 2}, 20, "ring", "zigzag"),
+    ({"dp_shard": 2, "cp": 2}, 20, "ulysses", "zigzag"),
+    ({"cp": 2}, 22, None, ""),
+    ({"tp": 2}, 7, None, ""),
+]
+
+
+@pytest.mark.parametrize(("way", "window"), covering(WAYS, [None, 5]))
+def test_sinks_and_their_gradients_are_those_of_one_device(way, window):
+    mesh, length, method, balance = way
     n = functools.reduce(int.__mul__, mesh.values())
     receipt = mp.verify(functools.partial(Sinking, window), plan(mesh, length, method, balance), nproc=n)
     assert receipt.passed, str(receipt)
