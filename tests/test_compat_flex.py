@@ -63,3 +63,25 @@ def test_the_missing_backward_on_cpus_is_told_from_other_refusals():
     with pytest.raises(NotImplementedError) as other:
         raise NotImplementedError("FlexAttention does not support backward on CPU")
     assert not compat.lacks_flex_backward(other.value)
+
+
+def test_blocks_of_threads_that_overlap_leave_the_compiler_as_it_was():
+    import torch._dynamo
+
+    first, second = threading.Event(), threading.Event()
+
+    def one() -> None:
+        with compat.without_compiling():
+            first.set()
+            second.wait(20)
+
+    thread = threading.Thread(target=one)
+    thread.start()
+    first.wait(20)
+    block = compat.without_compiling()
+    block.__enter__()
+    second.set()
+    thread.join()  # who came first leaves first
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    block.__exit__(None, None, None)
+    assert torch._dynamo.eval_frame._stance.stance == "default"

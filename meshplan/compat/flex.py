@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -26,6 +26,8 @@ _MODULE = "torch.nn.attention.flex_attention"
 _lock = threading.Lock()
 _held: dict[str, CodeType] = {}  # torch's own code while it is exchanged
 _open = 0
+_eager: Any = None  # what puts torch's stance back
+_within = 0
 
 
 class _Here(threading.local):
@@ -70,10 +72,25 @@ def lacks_flex_backward(error: BaseException) -> bool:
     )
 
 
-def without_compiling() -> AbstractContextManager[Any]:
-    """What `torch.compile` wrapped runs as it is."""
-    # Without dynamo nothing was wrapped, and to import it takes a second.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+@contextmanager
+def without_compiling() -> Iterator[None]:
+    """What `torch.compile` wrapped runs as it is, in all threads, until the last of them has left such a block: torch has one
+    stance, and whoever leaves puts back what it found."""
+    global _eager, _within
+    if "torch._dynamo" not in sys.modules:  # then nothing was wrapped, and to import it takes a second
+        yield
+        return
+    with _lock:
+        _within += 1
+        if _within == 1:
+            _eager = torch.compiler.set_stance("force_eager")
+    try:
+        yield
+    finally:
+        with _lock:
+            _within -= 1
+            if not _within:
+                _eager.__exit__(None, None, None)
 
 
 def _exchange(step: int) -> None:
