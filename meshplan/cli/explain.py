@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshplan.cli.output import PIPE_WIDTH
+from meshplan.cli.output import PIPE_WIDTH, emit
+
+if TYPE_CHECKING:
+    from meshplan.report.pattern import PatternReport
 
 
 def register(app: typer.Typer) -> None:
@@ -40,13 +43,17 @@ def explain(
         html.write_text(html_page(d), encoding="utf-8")
     if trace is not None:
         trace.write_text(json.dumps(trace_json(d)), encoding="utf-8")
+    stress = stress_of(plan, model, world_size)
     if as_json:
-        typer.echo(json.dumps(d, indent=2))
+        typer.echo(json.dumps(d if stress is None else d | {"pattern": stress.to_dict()}, indent=2))
     elif program:
         typer.echo(program_text(d), nl=False)
     else:
         width, color = terminal()
         typer.echo(explain_text(d, verbose, width, color), nl=False)
+        if stress is not None:
+            typer.echo()
+            emit(stress, False)
 
 
 def lowered_json(
@@ -71,3 +78,30 @@ def terminal() -> tuple[int, bool]:
 
     console = Console()
     return (console.width, not console.no_color) if console.is_terminal else (PIPE_WIDTH, False)
+
+
+def stress_of(plan: str, model: str, world_size: int) -> PatternReport | None:
+    """Of a model written as a pattern, which axis of the plan's mesh stresses which block; None of other models, and of plans
+    without a tensor of tokens [batch, sequence]."""
+    import torch
+
+    from meshplan.cost.pattern import pattern_stress
+    from meshplan.mesh.spec import DATA_AXES, MeshSpec
+    from meshplan.models.hybrid import Hybrid
+    from meshplan.models.registry import resolve_model
+    from meshplan.plan.yaml_io import load_plan
+    from meshplan.report.pattern import PatternReport
+
+    factory, read = resolve_model(model), load_plan(plan)
+    with torch.device("meta"):
+        built = factory()
+    shapes = [item.shape for item in read.inputs.values() if item.shape is not None and len(item.shape) == 2]
+    if not isinstance(built, Hybrid) or not shapes:
+        return None
+    spec = MeshSpec.resolve(read.mesh, world_size)
+    ranks = spec.degree(*(axis for axis in DATA_AXES if axis != "cp"))
+    ep = read.experts.ep if read.experts is not None else 1
+    dtype = next(built.parameters()).dtype
+    return PatternReport(
+        pattern_stress(lambda: built, spec, ep=ep, batch=max(1, shapes[0][0] // ranks), seq=shapes[0][1], dtype=dtype)
+    )

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
+from meshplan.cli import explain
 from meshplan.cli.main import app
 
 
@@ -40,3 +42,24 @@ def test_json_has_every_axis_of_more_than_one_rank():
 def test_what_cannot_be_is_refused(args, words):
     result = run(*args)
     assert result.exit_code == 2 and words in result.stderr
+
+
+def test_explain_tells_which_axis_stresses_which_block_of_a_pattern(tmp_path):
+    plan = tmp_path / "plan.yaml"
+    tokens = "{dtype: int64, shape: [8, 32], place: {dp: S(0)}}"
+    plan.write_text(
+        "mesh: {dp_shard: -1}\n"
+        f"inputs: {{tokens: {tokens}, labels: {tokens}}}\n"
+        'experts: {at: ["layers.*"], ep: 2}\n'
+    )
+    app = typer.Typer()
+    explain.register(app)
+    app.command("none")(lambda: None)
+    asked = ["explain", str(plan), "--model", "hybrid:AEMR", "-n", "4"]
+    said = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)["pattern"]
+    assert {block["letter"]: block["most"] for block in said["blocks"]} == {
+        "A": "dp_shard", "E": "ep", "M": "dp_shard", "R": "dp_shard"
+    }  # fmt: skip
+    assert (said["ep"], said["batch"], said["seq"]) == (2, 2, 32)
+    text = CliRunner().invoke(app, asked).stdout
+    assert "AEMR   2 x 32 tokens a data rank" in text and "ep A M R: splits nothing" in text
