@@ -68,7 +68,7 @@ class Calls(Redistributing, Arguments, Spared):
                 return out
         self._open_parameters(tensors, rec.where)
         written = tensors[0] if rec.in_place else None
-        handed = [self._as_differentiated(t) for t in tensors]
+        handed = [] if torch.is_grad_enabled() else [self._as_differentiated(t) for t in tensors]
         choices, tensors, converts = self._choose(rec, tensors)
         if written is not None and tensors[0] is not written:
             raise PlanError(
@@ -309,7 +309,8 @@ class Calls(Redistributing, Arguments, Spared):
         """The kinds of `t`, and whether it has a gradient, where the code that runs with gradients off turns out to be the
         forward of a custom autograd function."""
         kinds = self.info(t).kinds
-        return (self.unseen[id(t)][0], True) if id(t) in self.unseen else (list(kinds), t.requires_grad)
+        hidden = None if torch.is_grad_enabled() else self.unseen.get(id(t))
+        return (list(kinds), t.requires_grad) if hidden is None else (hidden[0], True)
 
     def _owes(self, rec: Call, handed: list[tuple[list[Kind], bool]], choices: list[Choice | None]) -> Owed:
         """What a backward of this call would owe: a reduction that nobody is told of, and gradients whose owner is open."""
