@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshplan.cli.explain import lowered_json, terminal
+from meshplan.cli.explain import lowered_json, plan_and_model, terminal
 
 
 def register(app: typer.Typer) -> None:
@@ -25,5 +25,5 @@ def diff(
     """Lower two plans for one model and compare their communication a step."""
     from meshplan.report.diff import diff_json, diff_text
 
-    a, b = (lowered_json(plan, model, world_size) for plan in (plan_a, plan_b))
+    a, b = (lowered_json(*plan_and_model(plan, model), world_size) for plan in (plan_a, plan_b))
     typer.echo(json.dumps(diff_json(a, b), indent=2) if as_json else diff_text(a, b, *terminal()), nl=as_json)

@@ -11,6 +11,9 @@ import typer
 from meshplan.cli.output import PIPE_WIDTH, emit
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from meshplan.plan.plan import Plan
     from meshplan.report.pattern import PatternReport
 
 
@@ -38,38 +41,44 @@ def explain(
     from meshplan.report.text import explain_text
     from meshplan.report.trace import trace_json
 
-    d = lowered_json(plan, model, world_size, as_json or verbose > 0, imbalance)
+    read, built = plan_and_model(plan, model)
+    d = lowered_json(read, built, world_size, as_json or verbose > 0, imbalance)
     if html is not None:
         html.write_text(html_page(d), encoding="utf-8")
     if trace is not None:
         trace.write_text(json.dumps(trace_json(d)), encoding="utf-8")
-    stress = stress_of(plan, model, world_size)
     if as_json:
+        stress = stress_of(read, built, world_size)
         typer.echo(json.dumps(d if stress is None else d | {"pattern": stress.to_dict()}, indent=2))
     elif program:
         typer.echo(program_text(d), nl=False)
     else:
         width, color = terminal()
         typer.echo(explain_text(d, verbose, width, color), nl=False)
-        if stress is not None:
+        if (stress := stress_of(read, built, world_size)) is not None:
             typer.echo()
             emit(stress, False)
 
 
-def lowered_json(
-    plan: str, model: str, world_size: int, symbolic: bool = False, imbalance: float = 1.0
-) -> dict[str, Any]:
-    """`Lowered.to_json(symbolic, imbalance)` of a plan and a model by name; the model has no values (meta device)."""
+def plan_and_model(plan: str, model: str) -> tuple[Plan, nn.Module]:
+    """A plan and a model by name; the model has no values (meta device)."""
     import torch
 
-    import meshplan
     from meshplan.models.registry import resolve_model
     from meshplan.plan.yaml_io import load_plan
 
     read = load_plan(plan)
     with torch.device("meta"):
-        built = resolve_model(model)()
-    return meshplan.lower(built, read, world_size=world_size).to_json(symbolic, imbalance)
+        return read, resolve_model(model)()
+
+
+def lowered_json(
+    plan: Plan, model: nn.Module, world_size: int, symbolic: bool = False, imbalance: float = 1.0
+) -> dict[str, Any]:
+    """`Lowered.to_json(symbolic, imbalance)`."""
+    import meshplan
+
+    return meshplan.lower(model, plan, world_size=world_size).to_json(symbolic, imbalance)
 
 
 def terminal() -> tuple[int, bool]:
@@ -80,28 +89,21 @@ def terminal() -> tuple[int, bool]:
     return (console.width, not console.no_color) if console.is_terminal else (PIPE_WIDTH, False)
 
 
-def stress_of(plan: str, model: str, world_size: int) -> PatternReport | None:
+def stress_of(plan: Plan, model: nn.Module, world_size: int) -> PatternReport | None:
     """Of a model written as a pattern, which axis of the plan's mesh stresses which block; None of other models, and of plans
     without a tensor of tokens [batch, sequence]."""
-    import torch
-
     from meshplan.cost.pattern import pattern_stress
     from meshplan.mesh.spec import DATA_AXES, MeshSpec
     from meshplan.models.hybrid import Hybrid
-    from meshplan.models.registry import resolve_model
-    from meshplan.plan.yaml_io import load_plan
     from meshplan.report.pattern import PatternReport
 
-    factory, read = resolve_model(model), load_plan(plan)
-    with torch.device("meta"):
-        built = factory()
-    shapes = [item.shape for item in read.inputs.values() if item.shape is not None and len(item.shape) == 2]
-    if not isinstance(built, Hybrid) or not shapes:
+    shapes = [item.shape for item in plan.inputs.values() if item.shape is not None and len(item.shape) == 2]
+    if not isinstance(model, Hybrid) or not shapes:
         return None
-    spec = MeshSpec.resolve(read.mesh, world_size)
+    spec = MeshSpec.resolve(plan.mesh, world_size)
     ranks = spec.degree(*(axis for axis in DATA_AXES if axis != "cp"))
-    ep = read.experts.ep if read.experts is not None else 1
-    dtype = next(built.parameters()).dtype
+    ep = plan.experts.ep if plan.experts is not None else 1
+    dtype = next(model.parameters()).dtype
     return PatternReport(
-        pattern_stress(lambda: built, spec, ep=ep, batch=max(1, shapes[0][0] // ranks), seq=shapes[0][1], dtype=dtype)
+        pattern_stress(lambda: model, spec, ep=ep, batch=max(1, shapes[0][0] // ranks), seq=shapes[0][1], dtype=dtype)
     )

@@ -53,17 +53,15 @@ def beside(trace: Trace, routed: ExpertsAt | None) -> list[Beside]:
         begun = next((j for j in range(i, -1, -1) if trace.entered[j][0] == block), None)
         if begun is None or not values:
             continue
-        tokens = values[0]
+        tokens, given = values[0], trace.entered[begun][1]
         call = made.get(tokens)
         viewed = call.ins[0] if call is not None and call.name in _VIEWS and len(call.ins) == 1 else None
+        before = {path for path, _ in trace.entered[begun:i]}
         for module, handed in _siblings(trace, begun, block):
-            after = [path for path, _ in trace.entered[i + 1 :]].count(module)
-            before = [path for path, _ in trace.entered[begun:i]].count(module)
-            if within(experts, module) or len(handed) != 1 or before or after < 1:
+            if within(experts, module) or len(handed) != 1 or module in before:
                 continue
-            if handed[0] in trace.entered[begun][1]:
-                at = trace.entered[begun][1].index(handed[0])
-                found.append(Beside(experts, module, "argument", at))
+            if handed[0] in given:
+                found.append(Beside(experts, module, "argument", given.index(handed[0])))
             elif handed[0] == tokens:
                 found.append(Beside(experts, module, "tokens"))
             elif handed[0] == viewed:

@@ -16,7 +16,7 @@ from meshplan.compiler.signature import arguments_of
 from meshplan.errors import PlanError, Where
 from meshplan.plan.layouts import Layout
 from meshplan.plan.names import ModelNames, ModuleEntry, ParamEntry, names_of
-from meshplan.plan.patterns import match, nearest, unused
+from meshplan.plan.patterns import match, nearest, unused, within
 from meshplan.plan.placements import Shard
 from meshplan.plan.plan import Plan
 from meshplan.plan.rules import Input, Rule
@@ -106,6 +106,10 @@ class Bound:
     stage_starts: tuple[str, ...]
     shard_dims: dict[str, int]
     matches: tuple[tuple[Rule, tuple[str, ...]], ...]
+
+    def compile_unit_of(self, path: str) -> str | None:
+        """The unit that torch is to compile in which module `path` is; None if it is in none."""
+        return next((unit for unit in self.compile_units if within(path, unit)), None)
 
     def match_table(self) -> str:
         """One line a rule: its pattern, how many modules it matched, and the first and last of them."""

@@ -107,7 +107,7 @@ def refuse_compiled_rings(bound: Bound, edits: Iterable[tuple[str, Edit]]) -> No
         return
     for path, e in edits:
         rings = e.replacement is not None and e.replacement.name == "context_attention" and e.replacement.get("method") in RINGS
-        unit = next((unit for unit in bound.compile_units if rings and within(path, unit)), None)
+        unit = bound.compile_unit_of(path) if rings else None
         if unit is not None:
             raise PlanError(
                 f"attention in {path or 'the model'} rings over cp, and {unit or 'the model'} is compiled",

@@ -279,7 +279,7 @@ def refuse_compiled(bound: Bound, at: ExpertsAt | None) -> None:
     if section is None or at is None:
         return
     for path in at.modules:
-        unit = next((unit for unit in bound.compile_units if within(path, unit)), None)
+        unit = bound.compile_unit_of(path)
         if unit is not None:
             raise PlanError(
                 f"the experts of {path} route tokens between ranks, and {unit or 'the model'} is compiled",

@@ -16,7 +16,6 @@ from meshplan import compat
 from meshplan.compiler.capture import Ref, Trace
 
 _ELEMENTS = 16
-"""Of a constant tensor, about as many are looked at."""
 _PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, slice, type(Ellipsis))
 
 
@@ -45,5 +44,9 @@ def _constant(t: Tensor) -> Any:
     """Shape, dtype and some elements of a tensor that no call makes; parameters have no elements while traced."""
     if compat.is_fake(t) or t.is_meta or not t.numel():
         return tuple(t.shape), t.dtype
-    taken = t.detach().reshape(-1)[:: -(-t.numel() // _ELEMENTS)]
-    return tuple(t.shape), t.dtype, taken.tolist()
+    return tuple(t.shape), t.dtype, some_of(t).tolist()
+
+
+def some_of(t: Tensor) -> Tensor:
+    """Up to 16 elements of `t`, evenly spaced, flat; none of an empty one."""
+    return t.detach().reshape(-1)[:: -(-t.numel() // _ELEMENTS) or 1]

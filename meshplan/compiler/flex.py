@@ -9,7 +9,6 @@ from meshplan.compiler.capture import Trace
 from meshplan.compiler.repeats import moved_path
 from meshplan.errors import PlanError
 from meshplan.ops.attention.flex import flex_call
-from meshplan.plan.patterns import within
 
 
 def flexed(trace: Trace, repeats: Sequence[tuple[str, str]]) -> frozenset[str]:
@@ -27,7 +26,7 @@ def refuse_compiled_flex(bound: Bound, flex: Iterable[str]) -> None:
     if section is None:
         return
     for path in sorted(flex):
-        unit = next((unit for unit in bound.compile_units if within(path, unit)), None)
+        unit = bound.compile_unit_of(path)
         if unit is not None:
             raise PlanError(
                 f"{path or 'the model'} calls flex_attention, and {unit or 'the model'} is compiled",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshplan import compat
+from meshplan.compiler.fingerprint import some_of
 from meshplan.compiler.lowered_graph import Lowered
 from meshplan.errors import PlanError
 from meshplan.mesh.agree import agree
@@ -44,8 +45,7 @@ def sampled(model: nn.Module) -> str:
     tensors = [*model.parameters(), *model.buffers()]
     if any(t.is_meta for t in tensors):
         return "on meta"
-    taken = [t.detach().reshape(-1)[:: -(-t.numel() // 16) or 1] for t in tensors]
-    bytes_ = [t.contiguous().view(torch.uint8) for t in taken if t.numel()]
+    bytes_ = [t.contiguous().view(torch.uint8) for t in map(some_of, tensors) if t.numel()]
     return hashlib.sha256(torch.cat(bytes_).cpu().numpy().tobytes()).hexdigest()[:16] if bytes_ else "none"
 
 

@@ -83,6 +83,19 @@ class Section:
         what, value, source = self._at(key)
         as_choice(what, value, legal, source)
 
+    def _inner(self, key: str, option: str, what: str) -> None:
+        """`inner`, a degree, goes with the `option` of `key` and with no other."""
+        chosen, inner = self._at(key)[1], self._at("inner")[1]
+        if (chosen == option) != (inner is not None):
+            raise PlanError(
+                f"{self.name}.{key} {chosen!r} {'needs' if chosen == option else 'has no use for'} `inner`",
+                code="bad-value",
+                where=self.source.child("inner").where,
+                legal=f"{key}: {option} together with inner: <{what}>",
+            )
+        if inner is not None:
+            self._degree("inner")
+
     def _degree(self, key: str) -> None:
         what, value, source = self._at(key)
         as_int(what, value, source)
@@ -173,16 +186,7 @@ class Context(Section):
                 where=self.source.child("transport").where,
                 legal="transport: send, or method: ring",
             )
-        if (self.method == "hybrid") != (self.inner is not None):
-            need = "needs" if self.method == "hybrid" else "has no use for"
-            raise PlanError(
-                f"context.method {self.method!r} {need} `inner`",
-                code="bad-value",
-                where=self.source.child("inner").where,
-                legal="method: hybrid together with inner: <ranks of one ulysses group>",
-            )
-        if self.inner is not None:
-            self._degree("inner")
+        self._inner("method", "hybrid", "ranks of one ulysses group")
 
 
 def sequence_pieces(axis: str, ranks: int, context: Context | None) -> int:
@@ -234,16 +238,7 @@ class Experts(Section):
         if self.payload is not None:
             self._choice("payload", PAYLOADS)
         as_bool(*self._at("overlap"))
-        if (self.dispatch == "twolevel") != (self.inner is not None):
-            need = "needs" if self.dispatch == "twolevel" else "has no use for"
-            raise PlanError(
-                f"experts.dispatch {self.dispatch!r} {need} `inner`",
-                code="bad-value",
-                where=self.source.child("inner").where,
-                legal="dispatch: twolevel together with inner: <ranks of ep on one node>",
-            )
-        if self.inner is not None:
-            self._degree("inner")
+        self._inner("dispatch", "twolevel", "ranks of ep on one node")
         if self.dispatch == "fused" and self.payload is not None:
             raise PlanError(
                 f"experts.dispatch 'fused' sends rows as they are, and experts.payload is {self.payload!r}",

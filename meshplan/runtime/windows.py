@@ -101,4 +101,3 @@ _GROWING = ("tokens", "k", "row_bytes", "weight_bytes")
 
 def _holds(have: Any, need: Any) -> bool:
     return have.experts == need.experts and all(getattr(have, key) >= getattr(need, key) for key in _GROWING)
-
